@@ -1,0 +1,32 @@
+"""Training through Accelerate, as functions: `start_run`, then `fit`.
+
+Import from here; the modules behind load Accelerate only when a run starts.
+"""
+
+from zoo.engine.batches import BatchPlan, Loader, MicroBatch
+from zoo.engine.checkpoint import CheckpointError
+from zoo.engine.evaluation import evaluate, evaluation_loader
+from zoo.engine.loop import NonFiniteError, fit
+from zoo.engine.mixing import Mixing
+from zoo.engine.optim import EMA, adamw, parameter_groups, warmup_cosine
+from zoo.engine.options import TrainOptions
+from zoo.engine.run import Run, start_run
+
+__all__ = [
+    "EMA",
+    "BatchPlan",
+    "CheckpointError",
+    "Loader",
+    "MicroBatch",
+    "Mixing",
+    "NonFiniteError",
+    "Run",
+    "TrainOptions",
+    "adamw",
+    "evaluate",
+    "evaluation_loader",
+    "fit",
+    "parameter_groups",
+    "start_run",
+    "warmup_cosine",
+]

@@ -1,0 +1,86 @@
+"""Trains a Vision Transformer (arXiv 2010.11929) on one or many devices through Accelerate.
+
+    accelerate launch recipes/train_vit.py                                # digits, about a minute
+    accelerate launch recipes/train_vit.py --data folder:PATH --model vit_micro_patch4_32 --epochs 5
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch.nn.functional as F
+import tyro
+from torch import Tensor, nn
+
+import vision
+import zoo
+from vision.evaluate import count, metrics
+from zoo import engine
+from zoo.preprocess import normalize
+
+
+@dataclass(frozen=True)
+class Config(engine.TrainOptions):
+    """Trains a Vision Transformer and writes a run folder."""
+
+    epochs: int = 60
+    lr: float = 2e-3
+    warmup_epochs: float = 5
+    img_size: tuple[int, ...] | None = None
+    """Height and width, or one number for both; the model's own by default."""
+    drop_path_rate: float = 0.0
+    """Stochastic depth, rising linearly to this at the last block."""
+    label_smoothing: float = 0.1
+    """Share of each target spread over all classes."""
+    mixup: float = 0.2
+    """alpha of mixup; 0 turns it off."""
+    cutmix: float = 0.0
+    """alpha of CutMix; 0 turns it off."""
+    spatial: Literal["auto", "none", "affine", "crop"] = "auto"
+    """auto: affine for data in memory, random resized crops otherwise."""
+    hflip: float | None = None
+    """Chance of a horizontal flip; by default the data set's (0 for digits, 0.5 for folders)."""
+    policy: Literal["none", "randaugment", "trivialaugment"] = "none"
+    """Automatic augmentation per image, by torchvision."""
+    bad_images: Literal["stop", "skip"] = "stop"
+    """Unreadable files: stop and name them, or skip and count them."""
+
+
+def main(config: Config) -> None:
+    run = engine.start_run(__file__, config)
+    data = vision.load_dataset(config.data, bad_images=config.bad_images)
+    model = zoo.create_model(
+        config.model,
+        pretrained=config.pretrained or False,
+        num_classes=len(data.class_names),
+        in_chans=data.in_chans,
+        img_size=config.img_size,
+        drop_path_rate=config.drop_path_rate,
+    )
+    model.card = replace(model.card, class_names=data.class_names)
+    preprocessing = model.card.preprocessing
+    augment = vision.Augment(spatial=config.spatial, hflip=config.hflip, policy=config.policy)
+    train = vision.make_source(data.train, preprocessing, train=True, augment=augment, seed=config.seed)
+    val = vision.make_source(data.val, preprocessing, train=False, augment=None, seed=config.seed)
+    val_loader = engine.evaluation_loader(run.accelerator, val, 2 * config.batch_size, config.workers)
+    mix = engine.Mixing(model.num_classes, config.mixup, config.cutmix, config.seed)
+
+    def step_fn(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+        images = normalize(batch["images"], preprocessing)
+        images, targets = mix(images, batch["targets"], batch["epoch"], batch["index"])
+        return F.cross_entropy(model(images), targets, label_smoothing=config.label_smoothing)
+
+    def count_fn(model: nn.Module, batch: dict[str, Any]) -> dict[str, Tensor]:
+        return count(model(normalize(batch["images"], preprocessing)), batch["targets"])
+
+    def evaluate_fn(model: nn.Module) -> dict[str, float] | None:
+        sums = engine.evaluate(run.accelerator, model, val_loader, count_fn, run.stopping)
+        return sums and metrics(sums)
+
+    run.notes["images"] = data.report
+    engine.fit(run, model, step_fn, train, evaluate_fn, lead=mix.active)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config, description=__doc__))

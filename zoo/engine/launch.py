@@ -1,0 +1,170 @@
+"""What the launcher asked for, and what came of it."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+
+def launcher_arguments() -> tuple[list[str], dict[str, str]]:
+    """The command line and environment of the `accelerate launch` or `torchrun` that started us.
+
+    Both empty where there is none, or where the system does not show them.
+    """
+    import psutil
+
+    try:
+        for parent in psutil.Process().parents()[:3]:
+            command = parent.cmdline()
+            words = [os.path.basename(word) for word in command[:4]]
+            if "accelerate-launch" in words or {"accelerate", "launch"} <= set(words):
+                return command, parent.environ()
+            if "torchrun" in words or "torch.distributed.run" in command[:4]:
+                return command, parent.environ()
+    except psutil.Error:
+        pass
+    return [], {}
+
+
+def _flag(command: list[str], name: str) -> str | None:
+    """The value of `--name V` or `--name=V`, hyphens or underscores, or None."""
+    for i, word in enumerate(command):
+        head, equals, value = word.partition("=")
+        if head.startswith("--") and head[2:].replace("-", "_") == name:
+            return value if equals else (command[i + 1] if i + 1 < len(command) else None)
+    return None
+
+
+def check_processes(accelerator: Accelerator, command: list[str]) -> str | None:
+    """A warning where several processes were asked for and this is the only one.
+
+    Raises:
+        RuntimeError: several processes run and do not know of each other.
+    """
+    if accelerator.num_processes > 1:
+        return None
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world > 1:
+        raise RuntimeError(
+            f"{world} processes were started, but each trains alone (WORLD_SIZE={world}, Accelerate "
+            f"sees 1 on {accelerator.device}). On CPUs set ACCELERATE_USE_CPU=true."
+        )
+    wanted = _flag(command, "num_processes") or _config_processes(command)
+    if wanted and wanted.isdigit() and int(wanted) > 1:
+        return (
+            f"{wanted} processes were asked for and 1 was started: `accelerate launch` starts one "
+            "without several GPUs. For several CPU processes: ACCELERATE_USE_CPU=true torchrun "
+            f"--nproc_per_node {wanted} {sys.argv[0]} ..."
+        )
+    return None
+
+
+def _config_processes(command: list[str]) -> str | None:
+    """`num_processes` of the configuration file that `accelerate launch` read."""
+    if not command or not any("accelerate" in word for word in command[:4]):
+        return None
+    from accelerate.commands.config.config_args import default_config_file, load_config_from_file
+
+    path = _flag(command, "config_file") or default_config_file
+    if "--cpu" in command or not os.path.isfile(path):
+        return None
+    return str(load_config_from_file(path).num_processes)
+
+
+def set_threads(accelerator: Accelerator, command: list[str], environ: dict[str, str]) -> None:
+    """Gives the CPU threads that nobody limited on purpose to the processes of this machine.
+
+    `accelerate launch` and `torchrun` set OMP_NUM_THREADS=1 where the user said nothing, which leaves
+    cores idle. A value from the user's own environment or flags is kept.
+    """
+    said = "OMP_NUM_THREADS" in environ or _flag(command, "num_cpu_threads_per_process")
+    if accelerator.device.type != "cpu" or not command or said:
+        return
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    torch.set_num_threads(max(1, _cores() // local))
+
+
+def _cores() -> int:
+    """Physical cores that this process may use."""
+    import psutil
+
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, min(psutil.cpu_count(logical=False) or 1, allowed or 1))
+
+
+def resume_command(out: str, processes: int) -> str:
+    """The command line that continues this run."""
+    words, skip = [], False
+    for word in sys.argv[1:]:
+        head = word.split("=")[0]
+        if skip or head in ("--out", "--resume"):
+            skip = not skip and "=" not in word
+            continue
+        words.append(word)
+    launcher = ["accelerate", "launch"]
+    if processes > 1:
+        launcher = ["torchrun", "--nproc_per_node", os.environ.get("LOCAL_WORLD_SIZE", str(processes))]
+        if os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes"):
+            launcher = ["ACCELERATE_USE_CPU=true", *launcher]
+    return shlex.join([*launcher, sys.argv[0], *words, "--out", out, "--resume", "auto"])
+
+
+def environment(accelerator: Accelerator) -> dict[str, Any]:
+    """Versions, commit and hardware, for the record of a run."""
+    import platform
+    from importlib.metadata import PackageNotFoundError, version
+
+    packages = ("torch", "torchvision", "timm", "open_clip_torch", "accelerate", "einops", "numpy")
+    versions = {"python": platform.python_version()}
+    for package in packages:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    hardware: dict[str, Any] = {
+        "device": accelerator.device.type,
+        "processes": accelerator.num_processes,
+        "precision": accelerator.mixed_precision,
+        "machine": platform.platform(),
+        "cpu": _cpu_name(),
+        "cores": _cores(),
+        "threads": torch.get_num_threads(),
+    }
+    if accelerator.device.type == "cuda":
+        hardware["gpu"] = torch.cuda.get_device_name()
+    return {"versions": versions, "commit": _commit(), "hardware": hardware}
+
+
+def _cpu_name() -> str:
+    import platform
+
+    try:
+        with open("/proc/cpuinfo") as file:
+            return next(line.split(":")[1].strip() for line in file if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor()
+
+
+def _commit() -> str | None:
+    """The commit of the code, with `+` where files differ from it; None outside a checkout."""
+    import subprocess
+    from pathlib import Path
+
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return None
+    try:
+        run = [
+            subprocess.run(["git", "-C", str(root), *args], capture_output=True, text=True, check=True)
+            for args in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
+        ]
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return run[0].stdout.strip() + ("+" if run[1].stdout.strip() else "")

@@ -1,0 +1,52 @@
+"""Mixup and CutMix by torchvision, with the same result for any number of processes."""
+
+from __future__ import annotations
+
+import torch
+
+from zoo.rng import seeded
+
+
+class Mixing:
+    """Mixes each image of a batch, and its target, with the one before it.
+
+    Mixup (arXiv 1710.09412) blends two images by a weight from Beta(alpha, alpha); CutMix (1905.04899)
+    pastes a box of one into the other. With both, each batch draws one of the two. The draw depends on
+    (seed, epoch, micro-batch) only. Batches come with one more sample in front, the neighbour that
+    belongs to the process before (`Loader(lead=True)`), which is dropped after mixing: the pairs are
+    the same whether one process or several share the batch. Batches of odd size, and of one, are fine.
+
+    Args:
+        num_classes: Length of the target vectors.
+        mixup, cutmix: alpha of the Beta distribution; 0 turns it off.
+        seed: Keys the draws.
+    """
+
+    def __init__(self, num_classes: int, mixup: float = 0.0, cutmix: float = 0.0, seed: int = 0):
+        if min(mixup, cutmix) < 0:
+            raise ValueError(f"mixup ({mixup}) and cutmix ({cutmix}) must not be negative")
+        self.num_classes, self.mixup, self.cutmix, self.seed = num_classes, mixup, cutmix, seed
+
+    @property
+    def active(self) -> bool:
+        return self.mixup > 0 or self.cutmix > 0
+
+    def __call__(
+        self, images: torch.Tensor, targets: torch.Tensor, epoch: int, index: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mixes images (1 + b, c, y, x) and targets (1 + b,) to (b, c, y, x) and (b, num_classes).
+
+        When inactive both come back as they are: there is no sample in front then.
+        """
+        if not self.active:
+            return images, targets
+        from torchvision.transforms import v2
+
+        kinds = [
+            kind(alpha=alpha, num_classes=self.num_classes)
+            for kind, alpha in ((v2.MixUp, self.mixup), (v2.CutMix, self.cutmix))
+            if alpha > 0
+        ]
+        with seeded(self.seed, "mixing", epoch, index):
+            mixed, soft = v2.RandomChoice(kinds)(images, targets)
+        return mixed[1:], soft[1:]
