@@ -121,8 +121,8 @@ def environment(accelerator: Accelerator) -> dict[str, Any]:
     import platform
     from importlib.metadata import PackageNotFoundError, version
 
-    packages = ("torch", "torchvision", "timm", "open_clip_torch", "accelerate", "einops", "numpy")
-    versions = {"python": platform.python_version()}
+    packages = ("torchvision", "timm", "open_clip_torch", "accelerate", "einops", "numpy")
+    versions = {"python": platform.python_version(), "torch": str(torch.__version__)}
     for package in packages:
         try:
             versions[package] = version(package)

@@ -181,7 +181,7 @@ def _settle(recipe: str, options: TrainOptions) -> tuple[Path, Path | None]:
             raise ValueError("--resume auto needs --out, the folder of the run to continue")
         folder = Path(options.out)
         found = load_latest(folder / "checkpoints", _warn)
-        if found is None and (folder / "summary.json").exists():
+        if found is None and _status(folder) == "completed":
             raise CheckpointError(f"{folder} is a finished run whose checkpoints were removed")
         if found is None:
             if _occupied(folder) and not (folder / "config.json").exists():
@@ -190,6 +190,11 @@ def _settle(recipe: str, options: TrainOptions) -> tuple[Path, Path | None]:
             return folder, None
         return folder, found[0]
     return _resume_path(Path(resume), options.out)
+
+
+def _status(folder: Path) -> str | None:
+    path = folder / "summary.json"
+    return json.loads(path.read_text())["status"] if path.exists() else None
 
 
 def _resume_path(path: Path, out: str | None) -> tuple[Path, Path]:

@@ -1,0 +1,301 @@
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from zoo.engine import loop
+from zoo.engine.checkpoint import load_checkpoint
+from zoo.engine.loop import NonFiniteError, fit
+from zoo.engine.options import TrainOptions
+from zoo.engine.run import start_run
+from zoo.engine.tracking import read_rows
+
+N = 26
+X = torch.randn(N, 6, generator=torch.Generator().manual_seed(0))
+Y = X @ torch.arange(6.0) / 4
+
+
+class Points:
+    def __init__(self, bad: int | None = None) -> None:
+        self.bad = bad
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitems__(self, keys):
+        ids = torch.tensor([i for _, i in keys])
+        y = Y[ids].clone()
+        if self.bad is not None:
+            y[ids == self.bad] = math.nan
+        return {"x": X[ids], "y": y, "ids": ids}
+
+
+def make_model(dropout: float = 0.0) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(dropout), nn.Linear(8, 1))
+
+
+def step_fn(model, batch):
+    return ((model(batch["x"])[:, 0] - batch["y"]) ** 2).mean()
+
+
+def evaluate_fn(model):
+    was = model.training
+    model.eval()
+    with torch.no_grad():
+        error = float(((model(X)[:, 0] - Y) ** 2).mean())
+    model.train(was)
+    return {"val/top1": -error}
+
+
+def save_model(model, folder):
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.save(model.state_dict(), folder / "weights.pt")
+
+
+def options(tmp_path, **changes) -> TrainOptions:
+    base = TrainOptions(
+        out=str(tmp_path / "run"), epochs=3, batch_size=4, lr=0.01, warmup_epochs=1, log_every=1
+    )
+    return replace(base, **changes)
+
+
+def train(opts: TrainOptions, model: nn.Module | None = None, source=None, step=step_fn, evaluate=evaluate_fn):
+    run = start_run("recipes/toy.py", opts)
+    model = model or make_model(0.3)
+    summary = fit(run, model, step, source or Points(), evaluate, save_model=save_model)
+    return run, model, summary
+
+
+def rows(run, name):
+    return [row[name] for row in read_rows(run.folder / "metrics.jsonl") if name in row]
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_one_learning_rate_curve_per_update(tmp_path, accumulation):
+    """Case E1: the warm-up ends where it should and the minimum is the last update."""
+    run, _, summary = train(options(tmp_path, grad_accumulation=accumulation, min_lr=0.001))
+    curve = rows(run, "train/lr")
+    per_epoch = math.ceil(N / (4 * accumulation))
+    assert len(curve) == summary["steps"] == 3 * per_epoch
+    assert curve.index(max(curve)) == per_epoch
+    assert curve[-1] == pytest.approx(0.001)
+    assert min(curve[per_epoch:-1]) > 0.001
+
+
+def test_accumulated_gradient_is_the_mean_over_the_samples_seen(tmp_path, monkeypatch):
+    """Case E2: 7 batches of 4 (the last of 2), 4 per update: 16 and 10 samples."""
+    seen = []
+    original = loop._gradient_norm
+
+    def spy(training):
+        seen.append([p.grad.clone() for p in training.model.parameters()])
+        return original(training)
+
+    monkeypatch.setattr(loop, "_gradient_norm", spy)
+    opts = options(tmp_path, epochs=1, grad_accumulation=4, lr=0.0, clip_grad=None)
+    model = nn.Linear(6, 1)
+    run = start_run("toy.py", opts)
+    fit(run, model, step_fn, Points(), evaluate_fn, save_model=save_model)
+    plan = loop.BatchPlan(N, 4, grad_accumulation=4, seed=0)
+    for grads, window in zip(seen, plan.windows(0), strict=True):
+        ids = torch.tensor([i for micro in window for i in micro.ids])
+        loss = step_fn(model, {"x": X[ids], "y": Y[ids]})
+        for grad, expected in zip(grads, torch.autograd.grad(loss, list(model.parameters())), strict=True):
+            torch.testing.assert_close(grad, expected)
+    assert len(seen) == 2
+
+
+def test_clipped_once_on_the_summed_gradient(tmp_path, monkeypatch):
+    """Case E4."""
+    norms = []
+    step = torch.optim.AdamW.step
+
+    def spy(self, *args, **kwargs):
+        grads = [p.grad for group in self.param_groups for p in group["params"]]
+        norms.append(float(torch.nn.utils.get_total_norm(grads)))
+        return step(self, *args, **kwargs)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", spy)
+    run, _, _ = train(options(tmp_path, epochs=1, grad_accumulation=4, clip_grad=0.1))
+    assert norms == [pytest.approx(0.1, rel=1e-3)] * 2
+    assert all(norm > 0.1 for norm in rows(run, "train/grad_norm")), "the log has the norm before"
+
+
+class Stop(Exception):
+    pass
+
+
+def stop_at(step: int, how: str = "kill"):
+    """A step_fn that dies, or asks to stop as Ctrl-C does, at its n-th call."""
+    calls = 0
+
+    def step_and_stop(model, batch):
+        nonlocal calls
+        calls += 1
+        if calls == step:
+            raise Stop
+        return step_fn(model, batch)
+
+    return step_and_stop
+
+
+@pytest.mark.parametrize("at", [2, 9, 10, 15])
+@pytest.mark.parametrize("changes", [{}, {"ema": True, "grad_accumulation": 2, "checkpoint_every": 2}])
+def test_resuming_gives_the_same_weights_bit_for_bit(tmp_path, at, changes):
+    """Cases E5, E7: after a crash at any step, with dropout, BatchNorm, EMA and accumulation."""
+    whole, _, _ = train(options(tmp_path / "a", **changes))
+    broken = options(tmp_path / "b", **changes)
+    with pytest.raises(Stop):
+        train(broken, step=stop_at(at))
+    resumed, _, summary = train(replace(broken, resume="auto"), model=make_model(0.3))
+    first = torch.load(whole.folder / "model/weights.pt")
+    second = torch.load(resumed.folder / "model/weights.pt")
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    for name in ("train/loss", "train/lr", "train/grad_norm", "val/top1", "train/epoch_loss"):
+        assert rows(whole, name) == rows(resumed, name), name
+    steps = [row["step"] for row in read_rows(resumed.folder / "metrics.jsonl")]
+    assert steps == sorted(steps)
+    assert summary["status"] == "completed"
+
+
+def test_a_signal_saves_in_the_middle_of_an_epoch(tmp_path, capsys):
+    import os
+    import signal
+
+    seen: list[list[int]] = []
+
+    def recorder(stop: int | None):
+        def record(model, batch):
+            seen.append(batch["ids"].tolist())
+            if len(seen) == stop:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return step_fn(model, batch)
+
+        return record
+
+    opts = options(tmp_path)
+    with pytest.raises(SystemExit) as info:
+        train(opts, step=recorder(10))
+    assert info.value.code == 143
+    assert "--resume auto" in capsys.readouterr().out
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert (summary["status"], summary["steps"], summary["epochs"]) == ("interrupted", 10, 1)
+    state = load_checkpoint(tmp_path / "run/checkpoints/step_00000010.pt")
+    assert (state["position"]["epoch"], state["position"]["update"]) == (1, 3)
+    train(replace(opts, resume="auto"), step=recorder(None))
+    whole = [i for epoch in range(3) for i in loop.BatchPlan(N, 4, seed=0).order(epoch)]
+    assert [i for ids in seen for i in ids] == whole, "each id once per epoch, in the same order"
+
+
+def test_a_signal_during_evaluation_repeats_the_evaluation(tmp_path):
+    import signal
+
+    calls = 0
+
+    def evaluate(model):
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            signal.raise_signal(signal.SIGINT)
+            return None
+        return evaluate_fn(model)
+
+    opts = options(tmp_path)
+    with pytest.raises(SystemExit) as info:
+        train(opts, evaluate=evaluate)
+    assert info.value.code == 130
+    run, _, summary = train(replace(opts, resume="auto"), evaluate=evaluate)
+    assert len(rows(run, "val/top1")) == 3
+    assert summary["steps"] == 21
+
+
+@pytest.mark.parametrize("where", ["loss", "gradient"])
+def test_nan_stops_and_names_step_rate_and_checkpoint(tmp_path, where):
+    def bad_gradient(model, batch):
+        loss = step_fn(model, batch)
+        return loss + (loss * 0 / 0 if where == "loss" else torch.sqrt(loss * 0) * 1e-3)
+
+    calls = 0
+
+    def late(model, batch):
+        nonlocal calls
+        calls += 1
+        return (bad_gradient if calls == 10 else step_fn)(model, batch)
+
+    model = make_model()
+    with pytest.raises(NonFiniteError, match=r"step 10 .*learning rate 0\.0\d+") as info:
+        train(options(tmp_path), model=model, step=late)
+    assert "step_00000007.pt" in str(info.value)
+    assert all(p.isfinite().all() for p in model.parameters()), "found before the weights are touched"
+    assert json.loads((tmp_path / "run/summary.json").read_text())["status"] == "failed"
+
+
+def test_nan_in_the_data_stops_at_once(tmp_path):
+    with pytest.raises(NonFiniteError, match="No checkpoint was saved before"):
+        train(options(tmp_path), source=Points(bad=loop.BatchPlan(N, 4, seed=0).order(0)[5]))
+
+
+def test_a_run_is_never_overwritten_nor_continued_under_other_options(tmp_path):
+    opts = options(tmp_path, epochs=2)
+    train(opts)
+    before = sorted(p.name for p in (tmp_path / "run").rglob("*"))
+    with pytest.raises(FileExistsError, match="--resume auto"):
+        train(opts)
+    with pytest.raises(ValueError, match=r"lr: 0.01 -> 0.02"):
+        train(replace(opts, lr=0.02, resume="auto"))
+    assert sorted(p.name for p in (tmp_path / "run").rglob("*")) == before
+    _, _, summary = train(replace(opts, resume="auto", log_every=5, keep=9))
+    assert summary["status"] == "completed"
+    assert summary["metrics"]["val/top1"] == summary["best"]["val/top1"] or summary["best"]["epoch"] == 1
+
+
+def test_resume_says_what_is_missing(tmp_path, capsys):
+    with pytest.raises(ValueError, match="needs --out"):
+        start_run("toy.py", TrainOptions(resume="auto"))
+    with pytest.raises(RuntimeError, match="no checkpoint"):
+        start_run("toy.py", TrainOptions(resume=str(tmp_path / "none")))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/thesis.txt").write_text("precious")
+    with pytest.raises(FileExistsError, match=r"thesis\.txt"):
+        start_run("toy.py", options(tmp_path, resume="auto"))
+    start_run("toy.py", TrainOptions(out=str(tmp_path / "new"), resume="auto"))
+    assert "starting from the beginning" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists(), "nothing is made before training can start"
+
+
+def test_tensorboard_and_config(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run, _, summary = train(options(tmp_path, tracker="tensorboard", epochs=2))
+    events = EventAccumulator(str(run.folder / "toy")).Reload()
+    logged = [(e.step, e.value) for e in events.Scalars("val/top1")]
+    assert [step for step, _ in logged] == [7, 14]
+    assert logged[-1][1] == pytest.approx(summary["metrics"]["val/top1"], rel=1e-5)
+    config = json.loads((run.folder / "config.json").read_text())
+    assert config["options"]["epochs"] == 2
+    assert config["versions"]["torch"] == torch.__version__
+    assert config["hardware"]["processes"] == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"epochs": 0}, r"epochs \(0\) must be at least 1"),
+        ({"lr": -1.0}, r"lr \(-1.0\)"),
+        ({"min_lr": 1.0}, "min_lr"),
+        ({"warmup_epochs": 9}, "warmup_epochs"),
+        ({"clip_grad": 0.0}, r"clip_grad \(0.0\) must be positive"),
+        ({"layer_decay": 1.5}, "layer_decay"),
+        ({"ema_decay": 1.0}, "ema_decay"),
+        ({"keep": 0}, "keep"),
+    ],
+)
+def test_options_are_checked(tmp_path, change, message):
+    with pytest.raises(ValueError, match=message):
+        options(tmp_path, **change)
