@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch.nn.functional as F
@@ -53,12 +53,11 @@ def main(config: Config) -> None:
     model = zoo.create_model(
         config.model,
         pretrained=config.pretrained or False,
-        num_classes=len(data.class_names),
+        class_names=data.class_names,
         in_chans=data.in_chans,
         img_size=config.img_size,
         drop_path_rate=config.drop_path_rate,
     )
-    model.card = replace(model.card, class_names=data.class_names)
     preprocessing = model.card.preprocessing
     augment = vision.Augment(spatial=config.spatial, hflip=config.hflip, policy=config.policy)
     train = vision.make_source(data.train, preprocessing, train=True, augment=augment, seed=config.seed)

@@ -1,0 +1,37 @@
+"""Pixels: Vision Transformers, image data, augmentation and evaluation.
+
+Importing this package registers its models. The data side is imported when first asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from vision.vit import VisionTransformer
+
+if TYPE_CHECKING:
+    from vision.augment import Augment
+    from vision.data import load_dataset, make_source
+    from vision.images import decode
+
+__all__ = ["Augment", "VisionTransformer", "decode", "load_dataset", "make_source"]
+
+_HOMES = {
+    "Augment": "vision.augment",
+    "decode": "vision.images",
+    "load_dataset": "vision.data",
+    "make_source": "vision.data",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'vision' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
@@ -95,7 +96,7 @@ class ModelCard:
     """Everything about a model that is not a tensor.
 
     Attributes:
-        architecture: Registered name that builds the model.
+        architecture: Registered name that builds the model; None for a model built by hand.
         options: Every non-tensor option the model was built with, defaults included.
         preprocessing: The preprocessing its weights expect.
         class_names: One name an output, in order.
@@ -104,7 +105,7 @@ class ModelCard:
         extra: Anything else worth keeping, in JSON types.
     """
 
-    architecture: str
+    architecture: str | None
     options: dict[str, Any]
     preprocessing: Preprocessing
     class_names: tuple[str, ...] | None = None
@@ -113,7 +114,7 @@ class ModelCard:
     extra: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.architecture, str) or not self.architecture:
+        if not isinstance(self.architecture, str | None) or self.architecture == "":
             raise CardError(f"architecture must be a name, not {self.architecture!r}")
         if not isinstance(self.preprocessing, Preprocessing):
             raise CardError(f"preprocessing must be a Preprocessing, not {self.preprocessing!r}")
@@ -123,13 +124,25 @@ class ModelCard:
         for name in ("options", "extra"):
             object.__setattr__(self, name, plain(getattr(self, name), name))
         if self.class_names is not None:
-            names = self.class_names
-            if isinstance(names, str) or not all(isinstance(name, str) for name in names):
-                raise CardError(f"class_names must be a list of strings, not {names!r}")
-            object.__setattr__(self, "class_names", tuple(names))
-            if len(set(names)) != len(names):
-                twice = sorted({name for name in names if list(names).count(name) > 1})
-                raise CardError(f"class_names must differ from each other; repeated: {twice}")
+            self._check_class_names()
+            object.__setattr__(self, "class_names", tuple(self.class_names))
+
+    def _check_class_names(self) -> None:
+        names = self.class_names
+        if not isinstance(names, list | tuple) or not all(isinstance(n, str) for n in names):
+            raise CardError(f"class_names must be a list of strings, not {names!r}")
+        twice = sorted(name for name, count in Counter(names).items() if count > 1)
+        if twice:
+            raise CardError(f"class_names must differ from each other; repeated: {twice}")
+        outputs = self.options.get("num_classes", len(names))
+        if outputs != len(names):
+            raise CardError(f"class_names has {len(names)} names, but num_classes is {outputs}")
+
+    def with_options(self, **options: Any) -> ModelCard:
+        """The card after a change of the model; another class count drops the class names."""
+        options = {**self.options, **options}
+        kept = options.get("num_classes") == self.options.get("num_classes")
+        return replace(self, options=options, class_names=self.class_names if kept else None)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types."""
@@ -145,8 +158,6 @@ class ModelCard:
         if not isinstance(values["preprocessing"], Mapping):
             raise CardError(f"preprocessing must be a table, not {values['preprocessing']!r}")
         values["preprocessing"] = Preprocessing.from_dict(values["preprocessing"])
-        if not isinstance(values.get("class_names"), list | tuple | None):
-            raise CardError(f"class_names must be a list, not {values['class_names']!r}")
         return cls(**values)
 
 

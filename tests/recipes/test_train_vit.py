@@ -1,0 +1,251 @@
+"""Launches the recipes as a user would: one and two processes, interrupted, resumed, mistyped."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = ["--epochs", "2", "--warmup-epochs", "1", "--batch-size", "128", "--log-every", "1"]
+
+
+def environ(threads: int = 1, **more: str) -> dict[str, str]:
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE_", "TORCHELASTIC"))}
+    return {**clean, "OMP_NUM_THREADS": str(threads), **more}
+
+
+def command(recipe: str, *args: str | Path, processes: int = 1) -> tuple[list[str], dict[str, str]]:
+    words = [str(ROOT / "recipes" / recipe), *map(str, args)]
+    if processes == 1:
+        return [sys.executable, *words], environ()
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return [*torchrun, f"--nproc_per_node={processes}", *words], environ(ACCELERATE_USE_CPU="true")
+
+
+def launch(recipe: str, *args: str | Path, processes: int = 1, ok: bool = True, cwd=None):
+    words, env = command(recipe, *args, processes=processes)
+    done = subprocess.run(words, env=env, cwd=cwd, capture_output=True, text=True, timeout=300)
+    if ok:
+        assert done.returncode == 0, done.stderr[-3000:]
+    return done
+
+
+def rows(folder: Path, name: str) -> list[float]:
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [row[name] for row in map(json.loads, lines) if name in row]
+
+
+def summary(folder: Path) -> dict:
+    return json.loads((folder / "summary.json").read_text())
+
+
+def same_weights(one: Path, two: Path) -> bool:
+    first, second = (load_file(folder / "model/model.safetensors") for folder in (one, two))
+    return first.keys() == second.keys() and all(torch.equal(first[k], second[k]) for k in first)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """An uninterrupted run, with everything that draws random numbers turned on."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    launch("train_vit.py", *SMALL, *RANDOM, "--out", folder)
+    return folder
+
+
+RANDOM = ["--drop-path-rate", "0.2", "--cutmix", "1.0", "--ema", "--grad-accumulation", "2"]
+
+
+def test_a_run_folder_has_what_the_contract_says(whole):
+    for name in ("config.json", "metrics.jsonl", "summary.json", "checkpoints/best.pt"):
+        assert (whole / name).is_file(), name
+    assert {p.name for p in (whole / "model").iterdir()} >= {"model.safetensors", "model.json"}
+    found = summary(whole)
+    assert found["recipe"] == "train_vit"
+    assert found["data"] == "digits"
+    assert found["status"] == "completed"
+    assert (found["epochs"], found["steps"]) == (2, 12)
+    assert found["metrics"]["val/n"] == 360
+    assert 0 <= found["metrics"]["val/top1"] <= 100
+    assert found["samples_per_second"] > 0
+    assert found["images"]["skipped"] == 0
+    assert len(rows(whole, "train/loss")) == 12
+    card = json.loads((whole / "model/model.json").read_text())
+    assert [str(i) for i in range(10)] == card["class_names"] or "class_names" in str(card)
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_interrupted_and_resumed_is_the_same_run_bit_for_bit(whole, tmp_path, how):
+    """Cases E5, E7, E14: stopped in the middle of the second epoch."""
+    flags = [*SMALL, *RANDOM, "--out", str(tmp_path / "run")]
+    words, env = command("train_vit.py", *flags)
+    process = subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    metrics = tmp_path / "run/metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (metrics.exists() and '"step": 8' in metrics.read_text()):
+        assert process.poll() is None, process.stderr.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    process.send_signal(how)
+    out, err = process.communicate(timeout=60)
+    if how == signal.SIGKILL:
+        assert process.returncode == -signal.SIGKILL
+    elif summary(tmp_path / "run")["status"] == "completed":
+        pytest.skip("the run was over before the signal arrived")
+    else:
+        assert process.returncode == 128 + how, err
+        assert f"--out {tmp_path / 'run'} --resume auto" in out
+        assert summary(tmp_path / "run")["status"] == "interrupted"
+        assert summary(tmp_path / "run")["steps"] in (8, 9, 10, 11)
+    launch("train_vit.py", *flags, "--resume", "auto")
+    assert same_weights(whole, tmp_path / "run")
+    for name in ("train/loss", "train/lr", "train/grad_norm", "val/top1", "val/loss"):
+        assert rows(whole, name) == rows(tmp_path / "run", name), name
+
+
+@pytest.mark.parametrize(
+    "flags", [[], ["--mixup", "0.4", "--cutmix", "1.0", "--grad-accumulation", "3", "--ema"]]
+)
+def test_two_processes_are_one_with_twice_the_batch(tmp_path, flags):
+    """Cases E1, E13, E14: same losses, rates, counts, and one run."""
+    shared = ["--epochs", "2", "--warmup-epochs", "1", "--log-every", "1", *flags]
+    launch("train_vit.py", *shared, "--batch-size", "128", "--out", tmp_path / "one")
+    done = launch(
+        "train_vit.py", *shared, "--batch-size", "64", "--out", tmp_path / "two", processes=2
+    )
+    assert done.stdout.count("epoch 1/2") == 1, "printed once"
+    for name in ("train/loss", "train/epoch_loss", "val/loss", "train/lr"):
+        one, two = rows(tmp_path / "one", name), rows(tmp_path / "two", name)
+        assert two == pytest.approx(one, abs=1e-5), name
+    assert rows(tmp_path / "two", "val/n") == [360, 360]
+    assert rows(tmp_path / "two", "val/top1") == rows(tmp_path / "one", "val/top1")
+    assert summary(tmp_path / "two")["steps"] == summary(tmp_path / "one")["steps"]
+
+
+def test_two_processes_resume_bit_for_bit(tmp_path):
+    """Also case E12: drop-path, gradient checkpointing and compilation off the beaten track."""
+    flags = [*SMALL, "--drop-path-rate", "0.2", "--grad-checkpointing", "--checkpoint-every", "7"]
+    launch("train_vit.py", *flags, "--out", tmp_path / "whole", "--keep", "9", processes=2)
+    launch("train_vit.py", *flags, "--out", tmp_path / "cut", "--keep", "9", processes=2)
+    for path in (tmp_path / "cut/checkpoints").glob("step_*.pt"):
+        if path.name > "step_00000007.pt":
+            path.unlink()
+    launch("train_vit.py", *flags, "--out", tmp_path / "cut", "--resume", "auto", "--keep", "9", processes=2)
+    assert same_weights(tmp_path / "whole", tmp_path / "cut")
+    steps = rows(tmp_path / "cut", "step")
+    assert steps == sorted(steps)
+    assert len(rows(tmp_path / "cut", "val/top1")) == 2
+
+
+def test_asking_for_two_and_getting_one_is_said(tmp_path):
+    words = [
+        sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2",
+        str(ROOT / "recipes/train_vit.py"), "--epochs", "1", "--out", str(tmp_path / "run"),
+    ]  # fmt: skip
+    done = subprocess.run(words, env=environ(), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "2 processes were asked for and 1 was started" in done.stderr
+
+
+def test_processes_that_do_not_know_of_each_other_are_refused(tmp_path):
+    words, env = command("train_vit.py", "--out", tmp_path / "run")
+    done = subprocess.run(
+        words, env={**env, "WORLD_SIZE": "2", "RANK": "0"}, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode != 0
+    assert not (tmp_path / "run").exists()
+
+
+def test_evaluate_reports_what_training_did(whole, tmp_path):
+    for model, more in ((whole, []), (f"local-dir:{whole / 'model'}", ["--data", "digits"])):
+        done = launch("evaluate.py", "--model", model, *more, "--out", tmp_path / "report.json")
+        report = json.loads((tmp_path / "report.json").read_text())
+        for name, value in summary(whole)["metrics"].items():
+            assert report["metrics"][name] == pytest.approx(value, abs=1e-4), name
+        low, high = report["val/top1_interval"]
+        assert low < report["metrics"]["val/top1"] < high
+        assert sum(row["n"] for row in report["classes"]) == 360
+        assert "95 % interval" in done.stdout
+
+
+def test_evaluate_on_two_processes_counts_each_image_once(whole, tmp_path):
+    launch("evaluate.py", "--model", whole, "--out", tmp_path / "r.json", processes=2)
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert report["metrics"]["val/n"] == 360
+    assert report["metrics"]["val/top1"] == summary(whole)["metrics"]["val/top1"]
+
+
+def image_folder(root: Path) -> Path:
+    from PIL import Image
+
+    generator = torch.Generator().manual_seed(0)
+    for split, n in (("train", 12), ("val", 4)):
+        for label, name in enumerate(("cat", "dog", "fox")):
+            folder = root / split / name
+            folder.mkdir(parents=True)
+            for i in range(n):
+                noise = torch.randint(0, 80, (40, 40, 3), generator=generator, dtype=torch.uint8)
+                noise[..., label] += 120
+                Image.fromarray(noise.numpy()).save(folder / f"{i}.png")
+    return root
+
+
+def test_a_folder_of_images_with_workers_and_all_options(tmp_path):
+    folder = image_folder(tmp_path / "data")
+    (folder / "train/cat/broken.jpg").write_bytes(b"")
+    flags = [
+        "--data", f"folder:{folder}", "--model", "vit_micro_patch4_32", "--img-size", "48", "96",
+        "--epochs", "2", "--warmup-epochs", "0", "--batch-size", "5", "--workers", "2",
+        "--policy", "trivialaugment", "--compile", "--layer-decay", "0.7", "--bad-images", "skip",
+        "--tracker", "tensorboard",
+    ]  # fmt: skip
+    launch("train_vit.py", *flags, "--out", tmp_path / "run")
+    found = summary(tmp_path / "run")
+    assert found["images"]["skipped"] == 1
+    assert found["metrics"]["val/n"] == 12
+    assert "val/top2" in found["metrics"]
+    done = launch("evaluate.py", "--model", tmp_path / "run", "--bad-images", "skip")
+    assert "fox" in done.stdout
+    stop = launch("evaluate.py", "--model", tmp_path / "run", "--data", "digits", ok=False)
+    assert stop.returncode != 0
+    assert "cat" in stop.stderr
+
+
+BAD = [
+    (["--model", "vit_micro_patch2_9"], "vit_micro_patch2_8"),
+    (["--data", "digit"], "digits"),
+    (["--data", "folder:/nowhere"], "/nowhere"),
+    (["--img-size", "9"], "patch"),
+    (["--epochs", "0"], "epochs"),
+    (["--lerning-rate", "1"], "lerning-rate"),
+    (["--pretrained", "local-dir:/nowhere"], "/nowhere"),
+    (["--tracker", "comet_ml"], "comet_ml"),
+]
+
+
+@pytest.mark.parametrize(("flags", "named"), BAD, ids=[" ".join(flags) for flags, _ in BAD])
+def test_a_mistake_is_named_and_leaves_nothing_behind(tmp_path, flags, named):
+    done = launch("train_vit.py", *flags, "--out", tmp_path / "run", ok=False)
+    assert done.returncode != 0
+    assert named in done.stderr.strip()[-1500:]
+    assert not (tmp_path / "run").exists()
+
+
+def test_help_lists_the_shared_flags_and_is_quick():
+    start = time.perf_counter()
+    done = launch("train_vit.py", "--help")
+    seconds = time.perf_counter() - start
+    for flag in (
+        "--model --data --out --epochs --batch-size --lr --weight-decay --warmup-epochs --seed --resume "
+        "--pretrained --ema --grad-accumulation --grad-checkpointing --compile --workers --tracker"
+    ).split():
+        assert flag in done.stdout, flag
+    assert seconds < 30, "far above what it takes; the figure itself is measured, not tested"

@@ -1,0 +1,289 @@
+"""The Vision Transformer, against timm's and by its properties."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import timm
+import torch
+from timm.layers import trunc_normal_
+from torch import nn
+from torch.nn import functional as F
+
+import zoo
+from vision import VisionTransformer
+
+SHARED = [name for name in zoo.list_models("vit_*") if name in set(timm.list_models("vit_*"))]
+MODERATE = [name for name in SHARED if "large" not in name]
+TINY: dict[str, Any] = {"img_size": 8, "patch_size": 2, "embed_dim": 16, "num_heads": 2, "depth": 3}
+
+
+def copied(theirs: nn.Module, ours: nn.Module) -> None:
+    """Both get the same weights, with norms, scales and tokens away from their initial values."""
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.03)
+    ours.load_state_dict(theirs.state_dict())
+
+
+def assert_equal_logits(name: str, **options: Any) -> None:
+    torch.manual_seed(0)
+    theirs = timm.create_model(name, **options).eval()
+    ours = zoo.create_model(name, **options).eval()
+    copied(theirs, ours)
+    x = torch.randn(1, 3, *ours.card.preprocessing.size)
+    with torch.inference_mode():
+        torch.testing.assert_close(ours(x), theirs(x), atol=1e-5, rtol=1e-5)
+
+
+def test_most_variants_are_shared_with_timm() -> None:
+    assert len(SHARED) >= 18
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_logits_equal_timms(name: str) -> None:
+    patch = int(name.split("patch")[1].split("_")[0])
+    assert_equal_logits(name, depth=2, img_size=(4 * patch, 3 * patch))
+
+
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "vit_small_patch32_224"])
+def test_logits_equal_timms_at_full_size(name: str) -> None:
+    assert_equal_logits(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODERATE)
+def test_logits_equal_timms_at_full_size_slow(name: str) -> None:
+    assert_equal_logits(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(set(SHARED) - set(MODERATE)))
+def test_logits_equal_timms_at_full_resolution_slow(name: str) -> None:
+    assert_equal_logits(name, depth=2)
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_state_and_preprocessing_equal_timms(name: str) -> None:
+    with torch.device("meta"):
+        theirs, ours = timm.create_model(name), zoo.create_model(name)
+    assert {k: v.shape for k, v in ours.state_dict().items()} == {
+        k: v.shape for k, v in theirs.state_dict().items()
+    }
+    assert ours.num_classes == theirs.num_classes
+    cfg, pre = theirs.pretrained_cfg, ours.card.preprocessing
+    assert (pre.size, pre.mean, pre.std) == (cfg["input_size"][1:], cfg["mean"], cfg["std"])
+    assert (pre.interpolation, pre.crop_pct, pre.crop_mode) == (
+        cfg["interpolation"],
+        cfg["crop_pct"],
+        cfg["crop_mode"],
+    )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"qk_norm": True},
+        {"pre_norm": True, "reg_tokens": 2},
+        {"global_pool": "avg", "reg_tokens": 3, "no_embed_class": True},
+        {"global_pool": "avg", "fc_norm": False, "class_token": False},
+        {"global_pool": "token", "fc_norm": True},
+        {"global_pool": "map", "mlp_ratio": 2.0},
+        {"global_pool": "", "init_values": 0.1},
+        {"in_chans": 1, "img_size": (8, 12), "patch_size": (2, 4)},
+    ],
+    ids=str,
+)
+def test_options_equal_timms(options: dict[str, Any]) -> None:
+    from timm.models.vision_transformer import VisionTransformer as Timm
+
+    options = {**TINY, "num_classes": 5, **options}
+    theirs, ours = Timm(**options).eval(), VisionTransformer(**options).eval()
+    copied(theirs, ours)
+    size = options["img_size"] if isinstance(options["img_size"], tuple) else (8, 8)
+    x = torch.randn(2, options.get("in_chans", 3), *size)
+    torch.testing.assert_close(ours(x), theirs(x), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(ours.forward_features(x), theirs.forward_features(x))
+    for pre_logits in (True, False):
+        features = theirs.forward_features(x)
+        torch.testing.assert_close(
+            ours.forward_head(features, pre_logits), theirs.forward_head(features, pre_logits)
+        )
+
+
+@pytest.mark.parametrize("indices", [None, 2, [0, -1], (1,)])
+@pytest.mark.parametrize("output_fmt", ["NCHW", "NLC"])
+@pytest.mark.parametrize("flags", [0, 1, 2, 3])
+def test_intermediates_equal_timms(indices: Any, output_fmt: str, flags: int) -> None:
+    from timm.models.vision_transformer import VisionTransformer as Timm
+
+    options = {**TINY, "img_size": (8, 12), "reg_tokens": 2}
+    theirs, ours = Timm(**options).eval(), VisionTransformer(**options).eval()
+    copied(theirs, ours)
+    x = torch.randn(2, 3, 8, 12)
+    kwargs: dict[str, Any] = {
+        "indices": indices,
+        "output_fmt": output_fmt,
+        "return_prefix_tokens": bool(flags & 1),
+        "norm": bool(flags & 1),
+        "stop_early": bool(flags & 2),
+        "intermediates_only": bool(flags & 2),
+    }
+    torch.testing.assert_close(
+        ours.forward_intermediates(x, **kwargs), theirs.forward_intermediates(x, **kwargs)
+    )
+
+
+@pytest.mark.parametrize("indices", [0, 4, [3], []])
+def test_intermediates_refuse_other_blocks(indices: Any) -> None:
+    with pytest.raises(ValueError, match="indices"):
+        VisionTransformer(**TINY).forward_intermediates(torch.zeros(1, 3, 8, 8), indices)
+
+
+def test_initialisation_spreads_as_timms() -> None:
+    theirs = timm.create_model("vit_tiny_patch16_224", depth=2)
+    ours = zoo.create_model("vit_tiny_patch16_224", depth=2)
+    their_state = theirs.state_dict()
+    for name, value in ours.state_dict().items():
+        expected = their_state[name].std() if value.numel() > 1 else torch.tensor(0.0)
+        torch.testing.assert_close(value.std(), expected, atol=2e-7, rtol=0.1, msg=name)
+    sample = trunc_normal_(torch.empty(10000), std=0.02)
+    assert sample.abs().max() < 0.2  # nothing is cut: bounds are 100 deviations away
+
+
+@pytest.mark.parametrize("position", ["learned", "sincos", "none"])
+def test_order_is_visible_with_positions_only(position: str) -> None:
+    model = VisionTransformer(**TINY, position=position, global_pool="avg").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.3)
+    x = torch.randn(2, 3, 8, 8)
+    turned = x.roll(2, dims=-1)  # by one patch: the same patches in another order
+    assert torch.allclose(model(x), model(turned), atol=1e-4) == (position == "none")
+
+
+def test_sincos_is_no_parameter_and_not_saved() -> None:
+    model = VisionTransformer(**TINY, position="sincos")
+    assert "pos_embed" not in model.state_dict()
+    assert not model.pos_embed.requires_grad
+    assert "pos_embed" not in model.no_weight_decay()
+
+
+@pytest.mark.parametrize("head_dim", [3, 16])
+def test_head_width_is_free(head_dim: int) -> None:
+    model = VisionTransformer(**TINY, head_dim=head_dim)
+    assert model.blocks[0].attn.proj.in_features == 2 * head_dim
+    assert model(torch.randn(1, 3, 8, 8)).shape == (1, 1000)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            {"img_size": (8, 9)},
+            r"\(8, 9\) must be divisible by patch_size \(2, 2\); nearest: \(8, 8\)",
+        ),
+        ({"img_size": 0}, "img_size must be a positive integer"),
+        ({"img_size": (8, 8, 3)}, "img_size must be"),
+        ({"patch_size": 2.0}, "patch_size must be a positive integer"),
+        ({"global_pool": "tokens"}, "global_pool 'tokens' must be one of.*nearest: 'token'"),
+        ({"class_token": False}, "needs class_token=True"),
+        ({"act": "relu6"}, "act 'relu6' must be one of"),
+        ({"num_heads": 3}, r"dim \(16\) must be divisible by num_heads \(3\)"),
+    ],
+)
+def test_wrong_options_are_named(options: dict[str, Any], said: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=said):
+        VisionTransformer(**{**TINY, **options})
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 8, 10), (2, 1, 8, 8), (3, 8, 8)])
+def test_wrong_images_show_both_shapes(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=rf"\({', '.join(map(str, shape))}\).*\(b, 3, 8, 8\)"):
+        VisionTransformer(**TINY)(torch.zeros(shape))
+
+
+def test_reset_classifier_refuses_pooling_without_weights() -> None:
+    model = VisionTransformer(**TINY)
+    with pytest.raises(ValueError, match="'map' needs a model built with it"):
+        model.reset_classifier(3, global_pool="map")
+    assert model.num_classes == 1000
+    pooled = VisionTransformer(**TINY, global_pool="map", class_token=False)
+    with pytest.raises(ValueError, match="needs class_token=True"):
+        pooled.reset_classifier(3, global_pool="token")
+    pooled.reset_classifier(3, global_pool="avg")
+    assert not [name for name, _ in pooled.named_parameters() if "attn_pool" in name]
+    assert pooled(torch.zeros(1, 3, 8, 8)).shape == (1, 3)
+
+
+def test_checkpointing_changes_nothing() -> None:
+    model = VisionTransformer(**TINY, drop_path_rate=0.3, proj_drop_rate=0.1, attn_drop_rate=0.1)
+    x = torch.randn(4, 3, 8, 8)
+    grads = []
+    for enable in (False, True):
+        model.set_grad_checkpointing(enable)
+        model.zero_grad()
+        torch.manual_seed(0)
+        loss = model(x).square().sum()
+        loss.backward()
+        grads.append([loss.detach(), *(p.grad.clone() for p in model.parameters())])
+    for plain, recomputed in zip(*grads, strict=True):
+        assert torch.equal(plain, recomputed)
+
+
+def test_drop_path_rises_to_its_rate() -> None:
+    model = VisionTransformer(**TINY, drop_path_rate=0.2)
+    rates = [getattr(block.drop_path1, "drop_prob", 0.0) for block in model.blocks]
+    assert rates == pytest.approx([0, 0.1, 0.2])
+
+
+@pytest.mark.parametrize("pool", ["token", "map"])
+def test_layers_and_decay_cover_every_parameter(pool: str) -> None:
+    model = VisionTransformer(**TINY, reg_tokens=1, pre_norm=True, global_pool=pool)
+    names = {name for name, _ in model.named_parameters()}
+    layers = {name: model.layer_index(name) for name in names}
+    assert set(layers.values()) == set(range(5))
+    assert layers["pos_embed"] == layers["norm_pre.weight"] == 0
+    assert layers["blocks.0.norm1.weight"] == 1
+    assert layers["blocks.2.mlp.fc2.bias"] == 3
+    assert layers["head.weight"] == model.num_layers == 4
+    assert {"pos_embed", "cls_token", "reg_token"} <= model.no_weight_decay() <= names
+    with pytest.raises(ValueError, match=r"'neck\.weight' is no parameter"):
+        model.layer_index("neck.weight")
+
+
+def test_attention_of_every_block_is_captured() -> None:
+    model = VisionTransformer(**TINY).eval()
+    x = torch.randn(2, 3, 8, 8)
+    expected = model(x)
+    with zoo.capture_attention(model) as records:
+        assert torch.equal(model(x), expected)
+    assert len(records) == 3
+    for (weights,) in records.values():
+        assert weights.shape == (2, 2, 17, 17)
+        torch.testing.assert_close(weights.sum(-1), torch.ones(2, 2, 17))
+
+
+def test_compiles_without_a_break() -> None:
+    model = VisionTransformer(**TINY).eval()
+    x = torch.randn(2, 3, 8, 8)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), model(x))
+
+
+def test_learns_a_toy_problem() -> None:
+    """Which half is brighter: a few steps bring the loss close to zero."""
+    torch.manual_seed(0)
+    model = VisionTransformer(**{**TINY, "num_classes": 2})
+    optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
+    x, y = torch.randn(64, 3, 8, 8), torch.arange(64) % 2
+    x[y == 1, :, :, 4:] += 2
+    x[y == 0, :, :, :4] += 2
+    first = F.cross_entropy(model(x), y).item()
+    for _ in range(80):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+    assert loss.item() < 0.1 < first

@@ -1,0 +1,606 @@
+"""Vision Transformer (arXiv 2010.11929) and its variants.
+
+Attribute names are timm's, so weights move between the two without a key map.
+
+Shapes: b batch, n tokens (prefix tokens first, then the grid row by row), d width, c y x channels,
+rows and columns of an image.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from zoo.card import ModelCard, Preprocessing
+from zoo.layers import AttentionPool, Block, checkpoint_block, create_attention, sincos_2d
+from zoo.registry import records_options, register_model
+
+POOLS = ("token", "avg", "map", "")
+POSITIONS = ("learned", "sincos", "none")
+ACTIVATIONS: dict[str, Any] = {"gelu": nn.GELU, "gelu_tanh": partial(nn.GELU, approximate="tanh")}
+
+
+class PatchEmbed(nn.Module):
+    """Cuts images into patches and projects each: (b c y x) -> (b n d).
+
+    The weight is kept in a convolution's shape, as in timm, but applied as one matrix product:
+    a train step on a CPU is faster that way, most of all with large patches.
+    """
+
+    def __init__(
+        self,
+        img_size: tuple[int, int],
+        patch_size: tuple[int, int],
+        in_chans: int,
+        embed_dim: int,
+        bias: bool = True,
+    ) -> None:
+        super().__init__()
+        if any(size % patch for size, patch in zip(img_size, patch_size, strict=True)):
+            raise ValueError(
+                f"img_size {img_size} must be divisible by patch_size {patch_size}; "
+                f"nearest: {_nearest_size(img_size, patch_size)}"
+            )
+        self.img_size, self.patch_size, self.in_chans = img_size, patch_size, in_chans
+        self.grid_size = (img_size[0] // patch_size[0], img_size[1] // patch_size[1])
+        self.num_patches = self.grid_size[0] * self.grid_size[1]
+        self.proj = nn.Conv2d(in_chans, embed_dim, patch_size, patch_size, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(b c y x) -> (b n d)."""
+        wanted = (self.in_chans, *self.img_size)
+        if x.ndim != 4 or tuple(x.shape[1:]) != wanted:
+            raise ValueError(
+                f"images have shape {tuple(x.shape)}, but the model takes "
+                f"(b, {', '.join(map(str, wanted))}): build it with in_chans and img_size to suit, "
+                f"or resize the images (zoo.transforms(model))"
+            )
+        rows, cols = self.patch_size
+        patches = rearrange(x, "b c (y r) (x s) -> b (y x) (c r s)", r=rows, s=cols)
+        return F.linear(patches, self.proj.weight.flatten(1), self.proj.bias)
+
+
+class VisionTransformer(nn.Module):
+    """Vision Transformer for images of one fixed size.
+
+    Args:
+        img_size: Side, or rows and columns, of the images.
+        patch_size: Side, or rows and columns, of a patch; divides `img_size`.
+        in_chans: Channels of the images.
+        num_classes: Outputs; 0 leaves the classifier out and gives pooled features.
+        global_pool: `token` (the class token), `avg` (mean over the grid), `map` (attention
+            pooling, as in SigLIP), or `""` (no pooling: an output a token).
+        embed_dim: Width.
+        depth: Number of blocks.
+        num_heads: Attention heads.
+        head_dim: Width of a head; `embed_dim / num_heads` where None.
+        mlp_ratio: Hidden width of the MLP over `embed_dim`.
+        qk_norm: Whether queries and keys are normalised by head (arXiv 2302.05442).
+        init_values: Initial LayerScale (arXiv 2103.17239); None leaves it out.
+        class_token: Whether a class token goes first.
+        reg_tokens: Number of register tokens after it (arXiv 2309.16588).
+        no_embed_class: Whether positions are added to the grid only, not to the prefix tokens.
+        pre_norm: Norm before the first block, and no bias in the patch embedding, as in CLIP.
+        fc_norm: Whether the final norm comes after pooling; where None, with `avg` only.
+        norm_eps: Epsilon of the norms.
+        act: One of `ACTIVATIONS`.
+        attention: Attention kind, one of `zoo.layers.list_attention()`.
+        position: `learned`, `sincos` (fixed, on the grid only) or `none`.
+        drop_rate: Dropout before the classifier.
+        proj_drop_rate: Dropout after the projections of attention and MLP.
+        attn_drop_rate: Dropout of attention weights.
+        drop_path_rate: Stochastic depth (arXiv 1603.09382) at the last block, rising linearly.
+    """
+
+    card: ModelCard
+    first_conv = "patch_embed.proj"  # reads the image's channels; zoo.weights adapts it
+
+    @records_options
+    def __init__(
+        self,
+        img_size: int | Sequence[int] = 224,
+        patch_size: int | Sequence[int] = 16,
+        in_chans: int = 3,
+        num_classes: int = 1000,
+        global_pool: str = "token",
+        embed_dim: int = 768,
+        depth: int = 12,
+        num_heads: int = 12,
+        head_dim: int | None = None,
+        mlp_ratio: float = 4.0,
+        qk_norm: bool = False,
+        init_values: float | None = None,
+        class_token: bool = True,
+        reg_tokens: int = 0,
+        no_embed_class: bool = False,
+        pre_norm: bool = False,
+        fc_norm: bool | None = None,
+        norm_eps: float = 1e-6,
+        act: str = "gelu",
+        attention: str = "full",
+        position: str = "learned",
+        drop_rate: float = 0.0,
+        proj_drop_rate: float = 0.0,
+        attn_drop_rate: float = 0.0,
+        drop_path_rate: float = 0.0,
+    ) -> None:
+        super().__init__()
+        _check_pool(global_pool, class_token)
+        _check_choice("position", position, POSITIONS)
+        _check_choice("act", act, ACTIVATIONS)
+        norm_layer = partial(nn.LayerNorm, eps=norm_eps)
+        self.num_classes, self.global_pool = num_classes, global_pool
+        self.num_features = self.embed_dim = embed_dim
+        self.has_class_token, self.no_embed_class = class_token, no_embed_class
+        self.num_prefix_tokens = int(class_token) + reg_tokens
+        self.grad_checkpointing = False
+
+        self.patch_embed = PatchEmbed(
+            _pair(img_size, "img_size"),
+            _pair(patch_size, "patch_size"),
+            in_chans,
+            embed_dim,
+            bias=not pre_norm,
+        )
+        self.cls_token = nn.Parameter(torch.empty(1, 1, embed_dim)) if class_token else None
+        self.reg_token = nn.Parameter(torch.empty(1, reg_tokens, embed_dim)) if reg_tokens else None
+        self._add_positions(position)
+        self.norm_pre = norm_layer(embed_dim) if pre_norm else nn.Identity()
+        self.blocks = nn.Sequential(
+            *(
+                Block(
+                    embed_dim,
+                    num_heads,
+                    mlp_ratio=mlp_ratio,
+                    init_values=init_values,
+                    drop_path=drop_path_rate * layer / max(1, depth - 1),
+                    proj_drop=proj_drop_rate,
+                    attn=create_attention(
+                        attention,
+                        embed_dim,
+                        num_heads,
+                        head_dim=head_dim,
+                        qk_norm=qk_norm,
+                        attn_drop=attn_drop_rate,
+                        proj_drop=proj_drop_rate,
+                        norm_layer=norm_layer,
+                    ),
+                    norm_layer=norm_layer,
+                    act_layer=ACTIVATIONS[act],
+                )
+                for layer in range(depth)
+            )
+        )
+        norm_after_pool = global_pool == "avg" if fc_norm is None else fc_norm
+        self.norm = nn.Identity() if norm_after_pool else norm_layer(embed_dim)
+        self.attn_pool = (
+            AttentionPool(
+                embed_dim,
+                num_heads,
+                mlp_ratio=mlp_ratio,
+                norm_layer=norm_layer,
+                act_layer=ACTIVATIONS[act],
+            )
+            if global_pool == "map"
+            else None
+        )
+        self.fc_norm = norm_layer(embed_dim) if norm_after_pool else nn.Identity()
+        self.head_drop = nn.Dropout(drop_rate)
+        self.head = nn.Linear(embed_dim, num_classes) if num_classes else nn.Identity()
+        self.init_weights()
+
+    def _add_positions(self, position: str) -> None:
+        """Adds `pos_embed`: a parameter, or a buffer that is computed again and never saved."""
+        self.pos_embed: Tensor | None
+        if position == "learned":
+            prefix = 0 if self.no_embed_class else self.num_prefix_tokens
+            length = prefix + self.patch_embed.num_patches
+            self.pos_embed = nn.Parameter(torch.empty(1, length, self.embed_dim))
+        elif position == "sincos":
+            grid = sincos_2d(self.patch_embed.grid_size, self.embed_dim)
+            self.register_buffer("pos_embed", grid.reshape(1, -1, self.embed_dim), persistent=False)
+            self.no_embed_class = True
+        else:
+            self.pos_embed = None
+
+    def init_weights(self) -> None:
+        """timm's initialisation: its truncation at 100 deviations never bites, so it is normal."""
+        if isinstance(self.pos_embed, nn.Parameter):
+            nn.init.normal_(self.pos_embed, std=0.02)
+        for token in (self.cls_token, self.reg_token):
+            if token is not None:
+                nn.init.normal_(token, std=1e-6)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                _init_linear(module)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(b c y x) -> logits (b num_classes), or features (b d) without a classifier."""
+        x = self._run_blocks(x)
+        if self.global_pool == "token":
+            x = x[:, :1]  # the norm works a token: no need to norm those that nobody reads
+        return self.forward_head(self.norm(x))
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        """(b c y x) -> tokens after the last block and the norm (b n d)."""
+        return self.norm(self._run_blocks(x))
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        """Tokens (b n d) -> logits, or the features before the classifier (b d)."""
+        x = self.head_drop(self.fc_norm(self._pool(x)))
+        return x if pre_logits else self.head(x)
+
+    def forward_intermediates(
+        self,
+        x: Tensor,
+        indices: int | Sequence[int] | None = None,
+        return_prefix_tokens: bool = False,
+        norm: bool = False,
+        stop_early: bool = False,
+        output_fmt: str = "NCHW",
+        intermediates_only: bool = False,
+    ) -> Any:
+        """Features of several blocks, as timm returns them.
+
+        Args:
+            x: (b c y x).
+            indices: The last so many blocks, the blocks of a list (negative from the end), or all.
+            return_prefix_tokens: Gives pairs of the grid and the prefix tokens (b p d).
+            norm: Whether the final norm is applied to each.
+            stop_early: Whether blocks after the last one asked for are left out.
+            output_fmt: `NCHW` (b d y x) or `NLC` (b n d).
+            intermediates_only: Leaves out the final tokens.
+
+        Returns:
+            `(tokens, intermediates)`, or the intermediates alone.
+        """
+        _check_choice("output_fmt", output_fmt, ("NCHW", "NLC"))
+        take = _take_indices(len(self.blocks), indices)
+        blocks = list(self.blocks)[: max(take) + 1 if stop_early else None]
+        x = self._embed(x)
+        taken = []
+        for index, block in enumerate(blocks):
+            x = self._run(block, x)
+            if index in take:
+                taken.append(self.norm(x) if norm else x)
+        prefix = self.num_prefix_tokens
+        outputs: list[Any] = [tokens[:, prefix:] for tokens in taken]
+        if output_fmt == "NCHW":
+            rows = self.patch_embed.grid_size[0]
+            outputs = [rearrange(t, "b (y x) d -> b d y x", y=rows).contiguous() for t in outputs]
+        if return_prefix_tokens and prefix:
+            outputs = [(grid, t[:, :prefix]) for grid, t in zip(outputs, taken, strict=True)]
+        return outputs if intermediates_only else (self.norm(x), outputs)
+
+    def _embed(self, x: Tensor) -> Tensor:
+        """(b c y x) -> (b n d): patches, prefix tokens, positions."""
+        x = self.patch_embed(x)
+        if self.pos_embed is not None and self.no_embed_class:
+            x = x + self.pos_embed
+        prefix = [
+            token.expand(len(x), -1, -1)
+            for token in (self.cls_token, self.reg_token)
+            if token is not None
+        ]
+        if prefix:
+            x = torch.cat([*prefix, x], dim=1)
+        if self.pos_embed is not None and not self.no_embed_class:
+            x = x + self.pos_embed
+        return self.norm_pre(x)
+
+    def _run_blocks(self, x: Tensor) -> Tensor:
+        x = self._embed(x)
+        for block in self.blocks:
+            x = self._run(block, x)
+        return x
+
+    def _run(self, block: nn.Module, x: Tensor) -> Tensor:
+        if self.grad_checkpointing and torch.is_grad_enabled():
+            return checkpoint_block(block, x, None)
+        return block(x)
+
+    def _pool(self, x: Tensor) -> Tensor:
+        if self.attn_pool is not None:
+            return self.attn_pool(x[:, self.num_prefix_tokens :])
+        if self.global_pool == "token":
+            return x[:, 0]
+        if self.global_pool == "avg":
+            return x[:, self.num_prefix_tokens :].mean(dim=1)
+        return x
+
+    def get_classifier(self) -> nn.Module:
+        return self.head
+
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """A new classifier for `num_classes` (0: none), on the model's device and in its dtype.
+
+        Raises:
+            ValueError: the pooling is unknown or needs weights that the model lacks.
+        """
+        if global_pool is not None:
+            _check_pool(global_pool, self.has_class_token)
+            if global_pool == "map" and self.attn_pool is None:
+                raise ValueError("global_pool 'map' needs a model built with it: it has weights")
+            if global_pool != "map":
+                self.attn_pool = None
+            self.global_pool = global_pool
+        self.num_classes = num_classes
+        self.head = nn.Identity()
+        if num_classes:
+            like = self.patch_embed.proj.weight
+            head = nn.Linear(self.embed_dim, num_classes, device=like.device, dtype=like.dtype)
+            _init_linear(head)
+            self.head = head
+        self.head.train(self.training)
+        after_pool = not isinstance(self.fc_norm, nn.Identity)  # the norm stays where it was built
+        self.card = self.card.with_options(
+            num_classes=num_classes,
+            global_pool=self.global_pool,
+            fc_norm=None if after_pool == (self.global_pool == "avg") else after_pool,
+        )
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Whether blocks are computed again in the backward pass instead of kept."""
+        self.grad_checkpointing = enable
+
+    def no_weight_decay(self) -> set[str]:
+        """Names of the positions and tokens, which weight decay leaves alone."""
+        names = {"pos_embed", "cls_token", "reg_token", "attn_pool.latent"}
+        return names & {name for name, _ in self.named_parameters()}
+
+    @property
+    def num_layers(self) -> int:
+        """Index of the last layer, the head: see `layer_index`."""
+        return len(self.blocks) + 1
+
+    def layer_index(self, name: str) -> int:
+        """Layer of a parameter: 0 embeddings, 1 to depth the blocks, depth + 1 norm and head."""
+        if match := re.match(r"blocks\.(\d+)\.", name):
+            return int(match[1]) + 1
+        top = name.split(".")[0]
+        if top in ("patch_embed", "cls_token", "reg_token", "pos_embed", "norm_pre"):
+            return 0
+        if top in ("norm", "attn_pool", "fc_norm", "head"):
+            return self.num_layers
+        raise ValueError(f"{name!r} is no parameter of {type(self).__name__}")
+
+    def position_grids(self) -> dict[str, tuple[int, int]]:
+        """Grid of each learned position embedding, for resampling; see `zoo.weights`."""
+        learned = isinstance(self.pos_embed, nn.Parameter)
+        return {"pos_embed": self.patch_embed.grid_size} if learned else {}
+
+
+def _init_linear(linear: nn.Linear) -> None:
+    nn.init.normal_(linear.weight, std=0.02)
+    if linear.bias is not None:
+        nn.init.zeros_(linear.bias)
+
+
+def _take_indices(depth: int, indices: int | Sequence[int] | None) -> list[int]:
+    if indices is None:
+        return list(range(depth))
+    if isinstance(indices, int):
+        if not 0 < indices <= depth:
+            raise ValueError(f"indices ({indices}) must be between 1 and depth ({depth})")
+        return list(range(depth - indices, depth))
+    bad = [index for index in indices if not -depth <= index < depth]
+    if bad or not indices:
+        raise ValueError(f"indices {list(indices)} must lie in [-{depth}, {depth}), and be some")
+    return [index % depth for index in indices]
+
+
+def _pair(value: int | Sequence[int], name: str) -> tuple[int, int]:
+    pair = tuple(value) if isinstance(value, Sequence) else (value, value)
+    if len(pair) != 2 or any(not isinstance(edge, int) or edge < 1 for edge in pair):
+        raise ValueError(f"{name} must be a positive integer, or (rows, columns), not {value!r}")
+    return pair[0], pair[1]
+
+
+def _nearest_size(size: tuple[int, int], patch: tuple[int, int]) -> tuple[int, ...]:
+    return tuple(max(1, round(s / p)) * p for s, p in zip(size, patch, strict=True))
+
+
+def _check_pool(global_pool: str, class_token: bool) -> None:
+    _check_choice("global_pool", global_pool, POOLS)
+    if global_pool == "token" and not class_token:
+        raise ValueError("global_pool 'token' needs class_token=True; or take 'avg' or 'map'")
+
+
+def _check_choice(name: str, value: str, choices: Sequence[str] | dict[str, Any]) -> None:
+    if value not in choices:
+        near = difflib.get_close_matches(str(value), list(choices), n=1)
+        hint = f"; nearest: {near[0]!r}" if near else ""
+        raise ValueError(f"{name} {value!r} must be one of {', '.join(map(repr, choices))}{hint}")
+
+
+# --- variants --------------------------------------------------------------------------------
+
+_SIZES: dict[str, dict[str, Any]] = {
+    "micro": {"embed_dim": 64, "depth": 4, "num_heads": 4, "num_classes": 10},
+    "tiny": {"embed_dim": 192, "depth": 12, "num_heads": 3},
+    "small": {"embed_dim": 384, "depth": 12, "num_heads": 6},
+    "base": {"embed_dim": 768, "depth": 12, "num_heads": 12},
+    "large": {"embed_dim": 1024, "depth": 24, "num_heads": 16},
+}
+_DINOV2: dict[str, Any] = {"patch_size": 14, "img_size": 518, "num_classes": 0, "init_values": 1e-5}
+_REG4: dict[str, Any] = {**_DINOV2, "reg_tokens": 4, "no_embed_class": True}
+_SIGLIP: dict[str, Any] = {"num_classes": 0, "class_token": False, "global_pool": "map"}
+
+# timm's for the names it has too: the weights expect them.
+_AUGREG = Preprocessing((224, 224), crop_pct=0.9)
+_AUGREG_384 = Preprocessing((384, 384))
+_IMAGENET = Preprocessing((518, 518), (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+
+
+def _vit(size: str, options: dict[str, Any], **variant: Any) -> VisionTransformer:
+    return VisionTransformer(**{**_SIZES[size], **variant, **options})
+
+
+@register_model(preprocessing=Preprocessing((8, 8)))
+def vit_micro_patch2_8(**options: Any) -> VisionTransformer:
+    """For 8x8 images: 16 patches."""
+    return _vit("micro", options, patch_size=2, img_size=8)
+
+
+@register_model(preprocessing=Preprocessing((32, 32)))
+def vit_micro_patch4_32(**options: Any) -> VisionTransformer:
+    """For 32x32 images: 64 patches."""
+    return _vit("micro", options, patch_size=4, img_size=32)
+
+
+@register_model(preprocessing=_AUGREG)
+def vit_tiny_patch14_224(**options: Any) -> VisionTransformer:
+    """ViT-Ti/14 at 224."""
+    return _vit("tiny", options, patch_size=14)
+
+
+@register_model(preprocessing=_AUGREG)
+def vit_tiny_patch16_224(**options: Any) -> VisionTransformer:
+    """ViT-Ti/16 at 224."""
+    return _vit("tiny", options, patch_size=16)
+
+
+@register_model(preprocessing=_AUGREG)
+def vit_tiny_patch32_224(**options: Any) -> VisionTransformer:
+    """ViT-Ti/32 at 224."""
+    return _vit("tiny", options, patch_size=32)
+
+
+@register_model(preprocessing=_AUGREG)
+def vit_small_patch14_224(**options: Any) -> VisionTransformer:
+    """ViT-S/14 at 224."""
+    return _vit("small", options, patch_size=14)
+
+
+@register_model(preprocessing=_AUGREG)
+def vit_small_patch16_224(**options: Any) -> VisionTransformer:
+    """ViT-S/16 at 224."""
+    return _vit("small", options, patch_size=16)
+
+
+@register_model(preprocessing=_AUGREG)
+def vit_small_patch32_224(**options: Any) -> VisionTransformer:
+    """ViT-S/32 at 224."""
+    return _vit("small", options, patch_size=32)
+
+
+@register_model(preprocessing=_AUGREG)
+def vit_base_patch14_224(**options: Any) -> VisionTransformer:
+    """ViT-B/14 at 224."""
+    return _vit("base", options, patch_size=14)
+
+
+@register_model(preprocessing=_AUGREG)
+def vit_base_patch16_224(**options: Any) -> VisionTransformer:
+    """ViT-B/16 at 224."""
+    return _vit("base", options, patch_size=16)
+
+
+@register_model(preprocessing=_AUGREG)
+def vit_base_patch32_224(**options: Any) -> VisionTransformer:
+    """ViT-B/32 at 224."""
+    return _vit("base", options, patch_size=32)
+
+
+@register_model(preprocessing=_AUGREG)
+def vit_large_patch14_224(**options: Any) -> VisionTransformer:
+    """ViT-L/14 at 224."""
+    return _vit("large", options, patch_size=14)
+
+
+@register_model(preprocessing=_AUGREG)
+def vit_large_patch16_224(**options: Any) -> VisionTransformer:
+    """ViT-L/16 at 224."""
+    return _vit("large", options, patch_size=16)
+
+
+@register_model(preprocessing=_AUGREG)
+def vit_large_patch32_224(**options: Any) -> VisionTransformer:
+    """ViT-L/32 at 224; no classifier by default, as in timm, which has no weights for it."""
+    return _vit("large", options, patch_size=32, num_classes=0)
+
+
+@register_model(preprocessing=_AUGREG_384)
+def vit_tiny_patch16_384(**options: Any) -> VisionTransformer:
+    """ViT-Ti/16 at 384."""
+    return _vit("tiny", options, patch_size=16, img_size=384)
+
+
+@register_model(preprocessing=_AUGREG_384)
+def vit_small_patch16_384(**options: Any) -> VisionTransformer:
+    """ViT-S/16 at 384."""
+    return _vit("small", options, patch_size=16, img_size=384)
+
+
+@register_model(preprocessing=_AUGREG_384)
+def vit_base_patch16_384(**options: Any) -> VisionTransformer:
+    """ViT-B/16 at 384."""
+    return _vit("base", options, patch_size=16, img_size=384)
+
+
+@register_model(preprocessing=_AUGREG_384)
+def vit_base_patch32_384(**options: Any) -> VisionTransformer:
+    """ViT-B/32 at 384."""
+    return _vit("base", options, patch_size=32, img_size=384)
+
+
+@register_model(preprocessing=_AUGREG_384)
+def vit_large_patch16_384(**options: Any) -> VisionTransformer:
+    """ViT-L/16 at 384."""
+    return _vit("large", options, patch_size=16, img_size=384)
+
+
+@register_model(preprocessing=_IMAGENET)
+def vit_small_patch14_dinov2(**options: Any) -> VisionTransformer:
+    """ViT-S/14 of DINOv2 (arXiv 2304.07193)."""
+    return _vit("small", options, **_DINOV2)
+
+
+@register_model(preprocessing=_IMAGENET)
+def vit_base_patch14_dinov2(**options: Any) -> VisionTransformer:
+    """ViT-B/14 of DINOv2 (arXiv 2304.07193)."""
+    return _vit("base", options, **_DINOV2)
+
+
+@register_model(preprocessing=_IMAGENET)
+def vit_large_patch14_dinov2(**options: Any) -> VisionTransformer:
+    """ViT-L/14 of DINOv2 (arXiv 2304.07193)."""
+    return _vit("large", options, **_DINOV2)
+
+
+@register_model(preprocessing=_IMAGENET)
+def vit_small_patch14_reg4_dinov2(**options: Any) -> VisionTransformer:
+    """ViT-S/14 of DINOv2 with registers (arXiv 2309.16588)."""
+    return _vit("small", options, **_REG4)
+
+
+@register_model(preprocessing=_IMAGENET)
+def vit_base_patch14_reg4_dinov2(**options: Any) -> VisionTransformer:
+    """ViT-B/14 of DINOv2 with registers (arXiv 2309.16588)."""
+    return _vit("base", options, **_REG4)
+
+
+@register_model(preprocessing=_IMAGENET)
+def vit_large_patch14_reg4_dinov2(**options: Any) -> VisionTransformer:
+    """ViT-L/14 of DINOv2 with registers (arXiv 2309.16588)."""
+    return _vit("large", options, **_REG4)
+
+
+@register_model(preprocessing=_AUGREG)
+def vit_base_patch16_siglip_224(**options: Any) -> VisionTransformer:
+    """ViT-B/16 of SigLIP (arXiv 2303.15343)."""
+    return _vit("base", options, **_SIGLIP)
+
+
+@register_model(preprocessing=_AUGREG)
+def vit_large_patch16_siglip_224(**options: Any) -> VisionTransformer:
+    """ViT-L/16 of SigLIP (arXiv 2303.15343)."""
+    return _vit("large", options, **_SIGLIP)

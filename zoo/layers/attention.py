@@ -1,0 +1,170 @@
+"""The attention core: the only softmax(Q K^T) V of the project.
+
+`attend` runs torch's fused kernels, or the formula written out (`fused=False`, or anywhere inside
+`explicit_attention()`), with the same values. On either path a query with nothing to attend to
+gives zeros and zero gradients, and what stands in a key that no query may see cannot leak.
+
+Shapes: b batch, h heads, i/j query/key positions, e head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from zoo.layers.mask import Causal, Mask, MaskLike
+from zoo.layers.tap import Tap
+
+_explicit_depth = 0
+
+
+@contextmanager
+def explicit_attention() -> Iterator[None]:
+    """Inside the context all attention is computed by the written-out formula."""
+    global _explicit_depth
+    _explicit_depth += 1
+    try:
+        yield
+    finally:
+        _explicit_depth -= 1
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: MaskLike = None,
+    *,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    tap: Tap | None = None,
+    fused: bool | None = None,
+) -> Tensor:
+    """(b h i e), (b h j e), (b h j e2) -> (b h i e2): scaled dot product (arXiv 1706.03762).
+
+    Args:
+        mask: None, a `Mask`, or a bool tensor broadcastable to (b h i j); True = may attend.
+        scale: Factor on the scores; by default 1 / sqrt(e).
+        dropout_p: Dropout rate of the weights; 0 outside training.
+        tap: Shown the weights before dropout, if observed. Never changes the output.
+        fused: False computes the formula step by step; by default a fused kernel.
+    """
+    q, k, v = _autocast(q, k, v)
+    _check(q, k, v)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if tap is not None and tap.active:
+        tap.record(lambda: attention_weights(q, k, mask, scale=scale))
+    explicit = fused is False or _explicit_depth > 0
+    mask = Mask.of(mask)
+    if isinstance(mask, Causal) and q.shape[-2] == k.shape[-2] and not explicit:
+        return F.scaled_dot_product_attention(
+            q, k, v, dropout_p=dropout_p, is_causal=True, scale=scale
+        )
+    kernel = _explicit if explicit else _fused
+    if mask is None:
+        return kernel(q, k, v, None, dropout_p, scale)
+    allowed, empty, unseen = _lower(mask, q, k)
+    q, k, v = q.masked_fill(empty, 0), k.masked_fill(unseen, 0), v.masked_fill(unseen, 0)
+    return kernel(q, k, v, allowed, dropout_p, scale).masked_fill(empty, 0)
+
+
+def attention_weights(
+    q: Tensor, k: Tensor, mask: MaskLike = None, *, scale: float | None = None
+) -> Tensor:
+    """The weights that `attend` gives to the values, in fp32; rows sum to 1, or 0 where empty.
+
+    (b h i e), (b h j e) -> (b h i j)
+    """
+    q, k = _autocast(q, k)
+    _check(q, k, k)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    mask = Mask.of(mask)
+    if mask is None:
+        return _softmax(q, k, None, scale)
+    allowed, empty, unseen = _lower(mask, q, k)
+    q, k = q.masked_fill(empty, 0), k.masked_fill(unseen, 0)
+    return _softmax(q, k, allowed, scale).masked_fill(empty, 0)
+
+
+def _fused(
+    q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, dropout_p: float, scale: float
+) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, allowed, dropout_p, scale=scale)
+
+
+def _explicit(
+    q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, dropout_p: float, scale: float
+) -> Tensor:
+    weights = F.dropout(_softmax(q, k, allowed, scale), dropout_p)
+    with _without_autocast(q):
+        return (weights @ v.to(weights.dtype)).to(v.dtype)
+
+
+def _softmax(q: Tensor, k: Tensor, allowed: Tensor | None, scale: float) -> Tensor:
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    with _without_autocast(q):
+        scores = (q.to(dtype) * scale) @ k.to(dtype).transpose(-2, -1)  # b h i j
+    if allowed is not None:
+        scores = scores.masked_fill(~allowed, float("-inf"))
+    return scores.softmax(-1)
+
+
+def _lower(mask: Mask, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The mask as tensors: allowed (b h i j), empty queries (b h i 1), unseen keys (b h j 1).
+
+    An empty query may attend to everything: the softmax over nothing would be 0 / 0, and kernels
+    differ in what they make of it. The caller fills zeros into its output, which also stops its
+    gradient. NaN times 0 is NaN, so zero weights alone would not keep unseen keys and values out.
+    """
+    shape = (*q.shape[:-1], k.shape[-2])
+    allowed = mask.lower(shape[-2], shape[-1], device=q.device)
+    if any(size not in (1, full) for size, full in zip(allowed.shape, shape, strict=True)):
+        raise ValueError(
+            f"mask {tuple(allowed.shape)} does not broadcast to (b, h, i, j) = {shape}; "
+            "a padding mask is (b, 1, 1, j)"
+        )
+    empty = ~allowed.any(-1, keepdim=True)
+    unseen = ~allowed.any(-2, keepdim=True).transpose(-2, -1)
+    return allowed | empty, empty, unseen
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """What autocast does to a fused kernel's inputs, for both paths (qk-norm leaves fp32)."""
+    device = tensors[0].device.type
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(t if t.dtype == torch.float64 else t.to(dtype) for t in tensors)
+
+
+def _without_autocast(x: Tensor) -> AbstractContextManager:
+    device = x.device.type
+    if not torch.amp.is_autocast_available(device):  # the meta device has none
+        return nullcontext()
+    return torch.autocast(device, enabled=False)
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
+    problem = _problem(q, k, v)
+    if problem:
+        raise ValueError(
+            f"{problem}; got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+        )
+    if not q.dtype == k.dtype == v.dtype:
+        raise TypeError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
+
+
+def _problem(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    if not q.ndim == k.ndim == v.ndim == 4:
+        return "q, k and v must have four axes (b, h, n, e)"
+    if not q.shape[:2] == k.shape[:2] == v.shape[:2]:
+        return "q, k and v must agree in batch and heads"
+    if q.shape[3] != k.shape[3]:
+        return "q and k must have the same head width"
+    if k.shape[2] != v.shape[2]:
+        return "k and v must have the same number of positions"
+    return None

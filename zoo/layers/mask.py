@@ -1,0 +1,149 @@
+"""Masks with one meaning: bool, True = may attend, broadcastable to (b h i j).
+
+A `Mask` is a rule that becomes a tensor only when the numbers of queries and keys are known, so
+that rules combine by `&` and `|` first and are filled in once, inside the attention core.
+
+Shapes: b batch, h heads, i/j query/key positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+
+class Mask:
+    """A rule about which query may attend to which key; see the static methods for the kinds.
+
+    >>> mask = Mask.causal() & Mask.padding([2, 3])
+    >>> mask.lower(3, 3)[0, 0].int().tolist()
+    [[1, 0, 0], [1, 1, 0], [1, 1, 0]]
+    """
+
+    def lower(self, i: int, j: int, device: torch.device | str | None = None) -> Tensor:
+        """The rule for `i` queries and `j` keys: bool, four axes, broadcastable to (b h i j)."""
+        raise NotImplementedError
+
+    def __and__(self, other: MaskLike) -> Mask:
+        """May attend where both rules allow it; None allows everything."""
+        rule = Mask.of(other)
+        return self if rule is None else Both(self, rule)
+
+    def __or__(self, other: Mask | Tensor) -> Mask:
+        """May attend where either rule allows it."""
+        rule = Mask.of(other)
+        if rule is None:
+            raise TypeError("mask | None allows everything: pass no mask instead")
+        return Either(self, rule)
+
+    @staticmethod
+    def padding(lengths: Tensor | Sequence[int]) -> Mask:
+        """Keys at or beyond a sample's length are forbidden; `lengths` is (b,)."""
+        return Padding(_integers("lengths", lengths, "b"))
+
+    @staticmethod
+    def causal() -> Mask:
+        """No query sees a later key; the last query is aligned with the last key (bottom right)."""
+        return Causal()
+
+    @staticmethod
+    def segment(ids_q: Tensor, ids_k: Tensor | None = None) -> Mask:
+        """Only the same segment: `ids_q` (b i) equals `ids_k` (b j), by default `ids_q` itself."""
+        ids_q = _integers("ids_q", ids_q, "b i")
+        return Segment(ids_q, ids_q if ids_k is None else _integers("ids_k", ids_k, "b j"))
+
+    @staticmethod
+    def dense(allowed: Tensor) -> Mask:
+        """An arbitrary bool tensor, True = may attend, broadcastable to (b h i j)."""
+        return Dense(_boolean(allowed))
+
+    @staticmethod
+    def of(mask: MaskLike) -> Mask | None:
+        """None, a `Mask` or a bool tensor as a `Mask`; anything else is refused."""
+        return mask if mask is None or isinstance(mask, Mask) else Dense(_boolean(mask))
+
+
+MaskLike: TypeAlias = Mask | Tensor | None
+
+
+# Compared by identity: the fields are tensors, whose == is elementwise.
+@dataclass(frozen=True, eq=False)
+class Padding(Mask):
+    lengths: Tensor  # b
+
+    def lower(self, i: int, j: int, device: torch.device | str | None = None) -> Tensor:
+        lengths = self.lengths.to(device)
+        return (torch.arange(j, device=lengths.device) < lengths[:, None])[:, None, None]
+
+
+@dataclass(frozen=True, eq=False)
+class Causal(Mask):
+    def lower(self, i: int, j: int, device: torch.device | str | None = None) -> Tensor:
+        return torch.ones(1, 1, i, j, dtype=torch.bool, device=device).tril(j - i)
+
+
+@dataclass(frozen=True, eq=False)
+class Segment(Mask):
+    ids_q: Tensor  # b i
+    ids_k: Tensor  # b j
+
+    def lower(self, i: int, j: int, device: torch.device | str | None = None) -> Tensor:
+        if (self.ids_q.shape[1], self.ids_k.shape[1]) != (i, j):
+            raise ValueError(
+                f"segment mask has ids_q {tuple(self.ids_q.shape)} and ids_k "
+                f"{tuple(self.ids_k.shape)}, but there are {i} queries and {j} keys"
+            )
+        return (self.ids_q.to(device)[:, :, None] == self.ids_k.to(device)[:, None])[:, None]
+
+
+@dataclass(frozen=True, eq=False)
+class Dense(Mask):
+    allowed: Tensor  # broadcastable to b h i j
+
+    def lower(self, i: int, j: int, device: torch.device | str | None = None) -> Tensor:
+        missing = 4 - self.allowed.ndim
+        return self.allowed.to(device)[(None,) * missing]
+
+
+@dataclass(frozen=True, eq=False)
+class Both(Mask):
+    left: Mask
+    right: Mask
+
+    def lower(self, i: int, j: int, device: torch.device | str | None = None) -> Tensor:
+        return self.left.lower(i, j, device) & self.right.lower(i, j, device)
+
+
+@dataclass(frozen=True, eq=False)
+class Either(Mask):
+    left: Mask
+    right: Mask
+
+    def lower(self, i: int, j: int, device: torch.device | str | None = None) -> Tensor:
+        return self.left.lower(i, j, device) | self.right.lower(i, j, device)
+
+
+def _boolean(mask: object) -> Tensor:
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"mask must be a bool tensor, a Mask or None, got {type(mask).__name__}")
+    if mask.dtype != torch.bool:
+        raise TypeError(
+            f"mask must be bool with True = may attend, got {mask.dtype}; "
+            "an additive mask (0 or -inf) becomes one by `mask == 0`"
+        )
+    if mask.ndim > 4:
+        raise ValueError(f"mask must have at most 4 axes (b, h, i, j), got {tuple(mask.shape)}")
+    return mask
+
+
+def _integers(name: str, values: Tensor | Sequence[int], axes: str) -> Tensor:
+    tensor = torch.as_tensor(values)
+    if tensor.is_floating_point() or tensor.dtype == torch.bool:
+        raise TypeError(f"{name} must hold integers, got {tensor.dtype}")
+    if tensor.ndim != len(axes.split()):
+        raise ValueError(f"{name} must be ({axes}), got shape {tuple(tensor.shape)}")
+    return tensor

@@ -1,0 +1,286 @@
+"""Weights on disk and into models: `save_pretrained`, `load_pretrained`.
+
+Nothing is loaded by guess. Every tensor of the source and of the model is accounted for in a
+`LoadReport`; four differences are understood and adapted (the position grid, the number of input
+channels, the number of classes, the names of the classes), any other is an error that shows both
+sides. A model takes part by
+
+- `first_conv`: name of the module that reads the image's channels,
+- `get_classifier()`: the classifier module,
+- `position_grids()`: `{key: (rows, columns)}` of its learned position embeddings (1, n, d), whose
+  last rows * columns positions are the grid,
+- `card`: its `ModelCard`.
+
+Each is optional; without it the difference it explains is an error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import shutil
+import uuid
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zoo.card import ModelCard, plain
+from zoo.merge import LoadReport, Merge, describe, head_keys, position_grids
+from zoo.sources import (
+    CARD_FILE,
+    FORMAT,
+    TENSORS_FILE,
+    Source,
+    WeightsError,
+    listed,
+    read_source,
+    sha256_of,
+)
+
+__all__ = [
+    "LoadReport",
+    "Source",
+    "WeightsError",
+    "apply_source",
+    "load_pretrained",
+    "read_source",
+    "save_pretrained",
+    "unwrap",
+]
+
+# Options that change no output of a trained model, or that loading adapts.
+_FREE_OPTIONS = re.compile(r"num_classes|in_chans|img_size|.*drop.*_rate|drop_rate")
+
+
+def save_pretrained(model: nn.Module, folder: str | os.PathLike[str]) -> Path:
+    """Writes `model.safetensors` and `model.json`, from which the same model can be made again.
+
+    The folder appears, or replaces an older one, as a whole: a process killed at any moment leaves
+    the old folder or the new one. Wrappers (DDP, torch.compile, an averaged model) are taken off.
+
+    Raises:
+        WeightsError: the model was not made by `zoo.create_model`, or `folder` holds other files.
+    """
+    model = unwrap(model)
+    card = getattr(model, "card", None)
+    if not isinstance(card, ModelCard) or card.architecture is None:
+        raise WeightsError(
+            f"{type(model).__name__} does not know its registered name, so it could not be made "
+            f"again; build it with zoo.create_model (zoo.register_model adds your own)"
+        )
+    folder = Path(folder).expanduser()
+    _refuse_foreign(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}")
+    temporary.mkdir()
+    try:
+        _write_model(model, card, temporary)
+        _put_in_place(temporary, folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return folder
+
+
+def _write_model(model: nn.Module, card: ModelCard, folder: Path) -> None:
+    from safetensors.torch import save_file
+
+    tensors_file = folder / TENSORS_FILE
+    save_file(_separate(model.state_dict()), tensors_file, metadata={"format": "pt"})
+    data = {
+        "format": FORMAT,
+        **card.to_dict(),
+        "position_grids": plain(position_grids(model), "position_grids"),
+        "tensors": {"file": TENSORS_FILE, "sha256": sha256_of(tensors_file)},
+        "versions": _versions(),
+    }
+    (folder / CARD_FILE).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+    for path in (tensors_file, folder / CARD_FILE, folder):
+        _fsync(path)
+
+
+def _separate(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """CPU tensors that share no memory, as safetensors wants them."""
+    seen: set[int] = set()
+    separate = {}
+    for key, value in state.items():
+        value = value.detach().cpu().contiguous()
+        if value.data_ptr() in seen:
+            value = value.clone()
+        seen.add(value.data_ptr())
+        separate[key] = value
+    return separate
+
+
+def _refuse_foreign(folder: Path) -> None:
+    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+        raise WeightsError(f"{folder} is in the way: save_pretrained writes a folder")
+    if folder.is_dir():
+        foreign = sorted(
+            p.name for p in folder.iterdir() if p.name not in (TENSORS_FILE, CARD_FILE)
+        )
+        if foreign:
+            raise WeightsError(
+                f"{folder} holds other files ({listed(foreign)}), which replacing it would lose; "
+                f"choose another folder"
+            )
+
+
+def _put_in_place(temporary: Path, folder: Path) -> None:
+    if not folder.exists():
+        os.replace(temporary, folder)
+    elif not _exchange(temporary, folder):
+        old = temporary.with_name(temporary.name + ".old")
+        os.replace(folder, old)
+        os.replace(temporary, folder)
+        shutil.rmtree(old, ignore_errors=True)
+    _fsync(folder.parent)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Swaps two paths in one step, where the system can (Linux: renameat2)."""
+    import ctypes
+
+    at_cwd, exchange = -100, 2
+    try:
+        renameat2 = ctypes.CDLL(None).renameat2
+    except (AttributeError, OSError, TypeError):
+        return False
+    return renameat2(at_cwd, os.fsencode(one), at_cwd, os.fsencode(other), exchange) == 0
+
+
+def _fsync(path: Path) -> None:
+    if os.name == "nt" and path.is_dir():
+        return  # Windows cannot open folders
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _versions() -> dict[str, str]:
+    from importlib.metadata import PackageNotFoundError, version
+
+    versions = {"python": platform.python_version(), "torch": str(torch.__version__)}
+    for package in ("attention-zoo", "safetensors"):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return versions
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The model inside DistributedDataParallel, DataParallel, torch.compile, AveragedModel."""
+    from torch.optim.swa_utils import AveragedModel
+
+    wrappers = (nn.parallel.DistributedDataParallel, nn.DataParallel, AveragedModel)
+    while True:
+        if isinstance(model, wrappers):
+            model = model.module
+        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+            model = inner
+        else:
+            return model
+
+
+def load_pretrained(
+    model: nn.Module, source: str, *, strict: bool = True, min_matched: float = 0.95
+) -> LoadReport:
+    """Loads weights into a model, adapted where the difference is understood.
+
+    - Position embeddings are resampled from the source's grid (known from `model.json`; in a bare
+      file taken as square).
+    - The stem takes another number of channels so that a grey image gives the same response.
+    - A classifier for other classes keeps its initial values; where both sides know their class
+      names, rows of shared names are taken over.
+
+    The model's card takes over the source's preprocessing, licence and (with its classifier) class
+    names. On an error nothing of the model has changed.
+
+    Args:
+        model: The model; wrappers are taken off.
+        source: `file:PATH` (safetensors, or torch files without Python objects) or
+            `local-dir:PATH` (what `save_pretrained` wrote).
+        strict: Whether an unexplained difference is an error, or listed only.
+        min_matched: Least part of the model's values that must come from the source.
+
+    Raises:
+        WeightsError: the source cannot be read, or does not belong to the model.
+    """
+    return apply_source(model, read_source(source), strict=strict, min_matched=min_matched)
+
+
+def apply_source(
+    model: nn.Module,
+    source: Source,
+    *,
+    allowed: Iterable[str] = (),
+    strict: bool = True,
+    min_matched: float = 0.95,
+) -> LoadReport:
+    """`load_pretrained` from a source already read.
+
+    Args:
+        allowed: Options in which the model may differ from the source on purpose.
+    """
+    model = unwrap(model)
+    if strict:
+        _check_options(model, source, set(allowed))
+    merge = Merge(model, source)
+    report = merge.report()
+    if strict and (report.missing or report.unexpected):
+        raise WeightsError(merge.explain("does not fit"))
+    if report.matched_fraction < min_matched:
+        raise WeightsError(
+            merge.explain(f"matches only {100 * report.matched_fraction:.1f} % of the values of")
+        )
+    with torch.no_grad():
+        for key, value in merge.values.items():
+            merge.state[key].copy_(value)
+    _take_card(model, source, report)
+    return report
+
+
+def _check_options(model: nn.Module, source: Source, allowed: set[str]) -> None:
+    """Options without tensors (norm eps, pooling, activation) must agree as well."""
+    card = getattr(model, "card", None)
+    if source.card is None or not isinstance(card, ModelCard):
+        return
+    different = {
+        name: (value, card.options[name])
+        for name, value in source.card.options.items()
+        if name in card.options
+        and card.options[name] != value
+        and name not in allowed
+        and not _FREE_OPTIONS.fullmatch(name)
+    }
+    if different:
+        shown = "; ".join(f"{k}: {a!r} there, {b!r} here" for k, (a, b) in different.items())
+        raise WeightsError(
+            f"{source.name} was saved with other options than {describe(model)}: {shown}; "
+            f"build the model with the same options, or load with strict=False"
+        )
+
+
+def _take_card(model: nn.Module, source: Source, report: LoadReport) -> None:
+    card = getattr(model, "card", None)
+    if not isinstance(card, ModelCard):
+        return
+    changes: dict[str, Any] = {"source": source.name}
+    if source.card is not None:
+        changes["license"] = source.card.license
+        changes["extra"] = source.card.extra
+        changes["preprocessing"] = source.card.preprocessing.adapted(
+            size=card.preprocessing.size, in_chans=card.preprocessing.in_chans
+        )
+        head = head_keys(model)
+        if card.class_names is None and head and head <= set(report.loaded):
+            changes["class_names"] = source.card.class_names
+    model.card = replace(card, **changes)  # type: ignore[assignment]
