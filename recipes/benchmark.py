@@ -80,7 +80,9 @@ def vit_suite(config: Config) -> list[dict[str, Any]]:
     targets = torch.randint(ours.num_classes, (config.batch_size,), device=config.device)
     rows = []
     for task, make in (("train", train_step), ("infer", inference)):
-        steps = {name: make(model.to(config.device), images, targets) for name, model in models.items()}
+        steps = {
+            name: make(model.to(config.device), images, targets) for name, model in models.items()
+        }
         times = in_turn(steps, config.repeats, config.device)
         rows += [row(task, name, times, params=params[name]) for name in times]
     return rows
@@ -206,11 +208,18 @@ def input_suite(config: Config) -> list[dict[str, Any]]:
     )
     mix = engine.Mixing(len(data.class_names), mixup=0.2)
     steps = len(source) // config.batch_size
-    images = normalize(source.__getitems__([(0, i) for i in range(config.batch_size)])["images"], preprocessing)
+    images = normalize(
+        source.__getitems__([(0, i) for i in range(config.batch_size)])["images"], preprocessing
+    )
     targets = torch.randint(len(data.class_names), (config.batch_size,))
 
     def step_fn(model: nn.Module, batch: dict[str, Any]) -> Tensor:
-        x, y = mix(normalize(batch["images"], preprocessing), batch["targets"], batch["epoch"], batch["index"])
+        x, y = mix(
+            normalize(batch["images"], preprocessing),
+            batch["targets"],
+            batch["epoch"],
+            batch["index"],
+        )
         return F.cross_entropy(model(x), y, label_smoothing=0.1)
 
     def whole() -> None:
@@ -221,7 +230,9 @@ def input_suite(config: Config) -> list[dict[str, Any]]:
             )  # fmt: skip
             run = engine.start_run(__file__, flags)
             model = zoo.create_model(config.model, **options)
-            summary = engine.fit(run, model, step_fn, source, lambda m: {"val/top1": 0.0}, lead=True)
+            summary = engine.fit(
+                run, model, step_fn, source, lambda m: {"val/top1": 0.0}, lead=True
+            )
             speeds["zoo"].append(1 / summary["samples_per_second"])
 
     def bare() -> None:

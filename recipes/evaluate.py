@@ -1,7 +1,7 @@
 """Evaluates a trained classifier: accuracies with an interval, loss, a table by class.
 
-    accelerate launch recipes/evaluate.py --model runs/NAME                # on the data it was trained on
-    accelerate launch recipes/evaluate.py --model local-dir:FOLDER --data folder:PATH --out report.json
+accelerate launch recipes/evaluate.py --model runs/NAME                # on the data it was trained on
+accelerate launch recipes/evaluate.py --model local-dir:FOLDER --data folder:PATH --out report.json
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Trains a Vision Transformer (arXiv 2010.11929) on one or many devices through Accelerate.
 
-    accelerate launch recipes/train_vit.py                                # digits, about a minute
-    accelerate launch recipes/train_vit.py --data folder:PATH --model vit_micro_patch4_32 --epochs 5
+accelerate launch recipes/train_vit.py                                # digits, about a minute
+accelerate launch recipes/train_vit.py --data folder:PATH --model vit_micro_patch4_32 --epochs 5
 """
 
 from __future__ import annotations
@@ -60,9 +60,13 @@ def main(config: Config) -> None:
     )
     preprocessing = model.card.preprocessing
     augment = vision.Augment(spatial=config.spatial, hflip=config.hflip, policy=config.policy)
-    train = vision.make_source(data.train, preprocessing, train=True, augment=augment, seed=config.seed)
+    train = vision.make_source(
+        data.train, preprocessing, train=True, augment=augment, seed=config.seed
+    )
     val = vision.make_source(data.val, preprocessing, train=False, augment=None, seed=config.seed)
-    val_loader = engine.evaluation_loader(run.accelerator, val, 2 * config.batch_size, config.workers)
+    val_loader = engine.evaluation_loader(
+        run.accelerator, val, 2 * config.batch_size, config.workers
+    )
     mix = engine.Mixing(model.num_classes, config.mixup, config.cutmix, config.seed)
 
     def step_fn(model: nn.Module, batch: dict[str, Any]) -> Tensor:

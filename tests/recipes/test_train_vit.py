@@ -19,7 +19,9 @@ SMALL = ["--epochs", "2", "--warmup-epochs", "1", "--batch-size", "128", "--log-
 
 
 def environ(threads: int = 1, **more: str) -> dict[str, str]:
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE_", "TORCHELASTIC"))}
+    clean = {
+        k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE_", "TORCHELASTIC"))
+    }
     return {**clean, "OMP_NUM_THREADS": str(threads), **more}
 
 
@@ -87,7 +89,9 @@ def test_interrupted_and_resumed_is_the_same_run_bit_for_bit(whole, tmp_path, ho
     """Cases E5, E7, E14: stopped in the middle of the second epoch."""
     flags = [*SMALL, *RANDOM, "--out", str(tmp_path / "run")]
     words, env = command("train_vit.py", *flags)
-    process = subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        words, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     metrics = tmp_path / "run/metrics.jsonl"
     deadline = time.monotonic() + 120
     while not (metrics.exists() and '"step": 8' in metrics.read_text()):
@@ -138,7 +142,17 @@ def test_two_processes_resume_bit_for_bit(tmp_path):
     for path in (tmp_path / "cut/checkpoints").glob("step_*.pt"):
         if path.name > "step_00000007.pt":
             path.unlink()
-    launch("train_vit.py", *flags, "--out", tmp_path / "cut", "--resume", "auto", "--keep", "9", processes=2)
+    launch(
+        "train_vit.py",
+        *flags,
+        "--out",
+        tmp_path / "cut",
+        "--resume",
+        "auto",
+        "--keep",
+        "9",
+        processes=2,
+    )
     assert same_weights(tmp_path / "whole", tmp_path / "cut")
     steps = rows(tmp_path / "cut", "step")
     assert steps == sorted(steps)
@@ -158,7 +172,11 @@ def test_asking_for_two_and_getting_one_is_said(tmp_path):
 def test_processes_that_do_not_know_of_each_other_are_refused(tmp_path):
     words, env = command("train_vit.py", "--out", tmp_path / "run")
     done = subprocess.run(
-        words, env={**env, "WORLD_SIZE": "2", "RANK": "0"}, capture_output=True, text=True, timeout=60
+        words,
+        env={**env, "WORLD_SIZE": "2", "RANK": "0"},
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert done.returncode != 0
     assert not (tmp_path / "run").exists()

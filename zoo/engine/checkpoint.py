@@ -44,7 +44,9 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def save_checkpoint(folder: Path, step: int, state: dict[str, Any], *, keep: int, best: bool) -> Path:
+def save_checkpoint(
+    folder: Path, step: int, state: dict[str, Any], *, keep: int, best: bool
+) -> Path:
     """Writes `state` as the checkpoint of `step`; keeps the last `keep` and, apart, the best."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"step_{step:08d}.pt"
@@ -98,7 +100,9 @@ def load_latest(folder: Path, warn: Any) -> tuple[Path, dict[str, Any]] | None:
             errors.append(str(error))
             warn(f"{error}\n  -> trying the checkpoint before it")
     if errors:
-        raise CheckpointError(f"none of the checkpoints in {folder} can be read:\n" + "\n".join(errors))
+        raise CheckpointError(
+            f"none of the checkpoints in {folder} can be read:\n" + "\n".join(errors)
+        )
     return None
 
 

@@ -60,7 +60,9 @@ def evaluate(
                 with accelerator.autocast():
                     counts = count_fn(model, move(batch, accelerator.device))
                 for name, value in counts.items():
-                    share = value.double().cpu() if micro.size else torch.zeros(value.shape).double()
+                    share = (
+                        value.double().cpu() if micro.size else torch.zeros(value.shape).double()
+                    )
                     sums[name] = sums[name] + share if name in sums else share
     finally:
         model.train(training)

@@ -110,7 +110,11 @@ def resume_command(out: str, processes: int) -> str:
         words.append(word)
     launcher = ["accelerate", "launch"]
     if processes > 1:
-        launcher = ["torchrun", "--nproc_per_node", os.environ.get("LOCAL_WORLD_SIZE", str(processes))]
+        launcher = [
+            "torchrun",
+            "--nproc_per_node",
+            os.environ.get("LOCAL_WORLD_SIZE", str(processes)),
+        ]
         if os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes"):
             launcher = ["ACCELERATE_USE_CPU=true", *launcher]
     return shlex.join([*launcher, sys.argv[0], *words, "--out", out, "--resume", "auto"])
@@ -147,7 +151,9 @@ def _cpu_name() -> str:
 
     try:
         with open("/proc/cpuinfo") as file:
-            return next(line.split(":")[1].strip() for line in file if line.startswith("model name"))
+            return next(
+                line.split(":")[1].strip() for line in file if line.startswith("model name")
+            )
     except (OSError, StopIteration):
         return platform.processor()
 
@@ -162,7 +168,9 @@ def _commit() -> str | None:
         return None
     try:
         run = [
-            subprocess.run(["git", "-C", str(root), *args], capture_output=True, text=True, check=True)
+            subprocess.run(
+                ["git", "-C", str(root), *args], capture_output=True, text=True, check=True
+            )
             for args in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
         ]
     except (OSError, subprocess.CalledProcessError):

@@ -131,15 +131,15 @@ def fit(
     run.accelerator.wait_for_everyone()
     run.accelerator.end_training()
     if status == "interrupted":
-        training.progress.say(f"stopped at step {training.position.step}; everything is saved. "
-                              f"Continue with:\n  {run.resume_command}")
+        training.progress.say(
+            f"stopped at step {training.position.step}; everything is saved. "
+            f"Continue with:\n  {run.resume_command}"
+        )
         sys.exit(128 + run.stop_signal)
     return summary
 
 
-def _prepare(
-    run: Run, model: nn.Module, step_fn: StepFn, source: Source, lead: bool
-) -> Training:
+def _prepare(run: Run, model: nn.Module, step_fn: StepFn, source: Source, lead: bool) -> Training:
     """Puts the parts together and restores the checkpoint of a resumed run."""
     options, accelerator = run.options, run.accelerator
     plan = BatchPlan(

@@ -53,7 +53,9 @@ class TrainOptions:
     """Of weights, order, augmentation and mixing."""
     workers: int = 0
     """Processes that read images; 0 reads in the training process."""
-    tracker: Literal["none", "tensorboard", "wandb", "trackio", "mlflow", "aim", "comet_ml"] = "none"
+    tracker: Literal["none", "tensorboard", "wandb", "trackio", "mlflow", "aim", "comet_ml"] = (
+        "none"
+    )
     """Where to log besides metrics.jsonl; through Accelerate."""
     log_every: int = 20
     """Updates between rows of metrics.jsonl."""

@@ -83,7 +83,9 @@ class Run:
             "wandb": {"dir": str(self.folder), "id": self.folder.name, "resume": "allow"},
         }
         config = {
-            key: value if isinstance(value, (str, int, float, bool)) or value is None else str(value)
+            key: value
+            if isinstance(value, (str, int, float, bool)) or value is None
+            else str(value)
             for key, value in self.options.to_json().items()
         }
         # TensorBoard would make a second run of the flags; they are in config.json.
@@ -185,7 +187,9 @@ def _settle(recipe: str, options: TrainOptions) -> tuple[Path, Path | None]:
             raise CheckpointError(f"{folder} is a finished run whose checkpoints were removed")
         if found is None:
             if _occupied(folder) and not (folder / "config.json").exists():
-                raise FileExistsError(f"{folder} holds files, but no run to resume: {_some(folder)}")
+                raise FileExistsError(
+                    f"{folder} holds files, but no run to resume: {_some(folder)}"
+                )
             _warn(f"no checkpoint in {folder / 'checkpoints'}: starting from the beginning")
             return folder, None
         return folder, found[0]

@@ -16,7 +16,10 @@ class Numbers:
         return self.n
 
     def __getitems__(self, keys):
-        return {"ids": torch.tensor([i for _, i in keys]), "epochs": torch.tensor([e for e, _ in keys])}
+        return {
+            "ids": torch.tensor([i for _, i in keys]),
+            "epochs": torch.tensor([e for e, _ in keys]),
+        }
 
 
 def plans(n: int, batch: int, world: int, accumulation: int = 1) -> list[BatchPlan]:
@@ -42,7 +45,8 @@ def test_each_sample_counts_once_per_epoch(n, batch, world, accumulation):
 
 
 @pytest.mark.parametrize(
-    ("n", "batch", "world", "accumulation"), [(10, 2, 1, 4), (29, 8, 2, 1), (17, 4, 4, 2), (5, 8, 4, 1)]
+    ("n", "batch", "world", "accumulation"),
+    [(10, 2, 1, 4), (29, 8, 2, 1), (17, 4, 4, 2), (5, 8, 4, 1)],
 )
 def test_weights_make_the_mean_over_the_window(n, batch, world, accumulation):
     """sum over processes and micro-batches of weight * mean(x) / world is the mean over the window."""
@@ -52,7 +56,9 @@ def test_weights_make_the_mean_over_the_window(n, batch, world, accumulation):
     width = batch * world * accumulation
     for update, windows in enumerate(zip(*per_rank, strict=True)):
         total = sum(
-            micro.weight * values[micro.ids].mean() / world for window in windows for micro in window
+            micro.weight * values[micro.ids].mean() / world
+            for window in windows
+            for micro in window
         )
         expected = values[order[update * width : (update + 1) * width]].mean()
         torch.testing.assert_close(total, expected)
@@ -82,7 +88,8 @@ def test_loader_starts_anywhere_with_the_same_batches(workers):
 
     def read(epoch, start):
         return [
-            [batch["ids"].tolist() for _, batch in window] for window in loader.windows(epoch, start)
+            [batch["ids"].tolist() for _, batch in window]
+            for window in loader.windows(epoch, start)
         ]
 
     whole = read(1, 0)

@@ -65,7 +65,13 @@ def options(tmp_path, **changes) -> TrainOptions:
     return replace(base, **changes)
 
 
-def train(opts: TrainOptions, model: nn.Module | None = None, source=None, step=step_fn, evaluate=evaluate_fn):
+def train(
+    opts: TrainOptions,
+    model: nn.Module | None = None,
+    source=None,
+    step=step_fn,
+    evaluate=evaluate_fn,
+):
     run = start_run("recipes/toy.py", opts)
     model = model or make_model(0.3)
     summary = fit(run, model, step, source or Points(), evaluate, save_model=save_model)
@@ -106,7 +112,9 @@ def test_accumulated_gradient_is_the_mean_over_the_samples_seen(tmp_path, monkey
     for grads, window in zip(seen, plan.windows(0), strict=True):
         ids = torch.tensor([i for micro in window for i in micro.ids])
         loss = step_fn(model, {"x": X[ids], "y": Y[ids]})
-        for grad, expected in zip(grads, torch.autograd.grad(loss, list(model.parameters())), strict=True):
+        for grad, expected in zip(
+            grads, torch.autograd.grad(loss, list(model.parameters())), strict=True
+        ):
             torch.testing.assert_close(grad, expected)
     assert len(seen) == 2
 
@@ -146,7 +154,9 @@ def stop_at(step: int, how: str = "kill"):
 
 
 @pytest.mark.parametrize("at", [2, 9, 10, 15])
-@pytest.mark.parametrize("changes", [{}, {"ema": True, "grad_accumulation": 2, "checkpoint_every": 2}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"ema": True, "grad_accumulation": 2, "checkpoint_every": 2}]
+)
 def test_resuming_gives_the_same_weights_bit_for_bit(tmp_path, at, changes):
     """Cases E5, E7: after a crash at any step, with dropout, BatchNorm, EMA and accumulation."""
     whole, _, _ = train(options(tmp_path / "a", **changes))
@@ -232,7 +242,9 @@ def test_nan_stops_and_names_step_rate_and_checkpoint(tmp_path, where):
     with pytest.raises(NonFiniteError, match=r"step 10 .*learning rate 0\.0\d+") as info:
         train(options(tmp_path), model=model, step=late)
     assert "step_00000007.pt" in str(info.value)
-    assert all(p.isfinite().all() for p in model.parameters()), "found before the weights are touched"
+    assert all(p.isfinite().all() for p in model.parameters()), (
+        "found before the weights are touched"
+    )
     assert json.loads((tmp_path / "run/summary.json").read_text())["status"] == "failed"
 
 
@@ -252,7 +264,10 @@ def test_a_run_is_never_overwritten_nor_continued_under_other_options(tmp_path):
     assert sorted(p.name for p in (tmp_path / "run").rglob("*")) == before
     _, _, summary = train(replace(opts, resume="auto", log_every=5, keep=9))
     assert summary["status"] == "completed"
-    assert summary["metrics"]["val/top1"] == summary["best"]["val/top1"] or summary["best"]["epoch"] == 1
+    assert (
+        summary["metrics"]["val/top1"] == summary["best"]["val/top1"]
+        or summary["best"]["epoch"] == 1
+    )
 
 
 def test_resume_says_what_is_missing(tmp_path, capsys):

@@ -29,7 +29,9 @@ class Tiny(nn.Module):
 def describe(model, groups):
     names = {id(p): name for name, p in model.named_parameters()}
     return {
-        names[id(p)]: (group["weight_decay"], group["lr_scale"]) for group in groups for p in group["params"]
+        names[id(p)]: (group["weight_decay"], group["lr_scale"])
+        for group in groups
+        for p in group["params"]
     }
 
 
@@ -60,7 +62,9 @@ def test_layer_decay_needs_a_model_that_tells_its_layers():
         parameter_groups(nn.ReLU(), 0.1)
 
 
-@pytest.mark.parametrize(("total", "warmup"), [(100, 0), (100, 10), (10, 9), (10, 10), (1, 0), (2, 1)])
+@pytest.mark.parametrize(
+    ("total", "warmup"), [(100, 0), (100, 10), (10, 9), (10, 10), (1, 0), (2, 1)]
+)
 def test_warmup_cosine(total, warmup):
     curve = [warmup_cosine(t, total, warmup, floor=0.1) for t in range(total)]
     rising, falling = curve[: warmup + 1], curve[warmup:]
@@ -80,7 +84,9 @@ def test_cosine_equals_torch():
     optimizer = torch.optim.SGD([param], lr=1.0)
     peer = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=49, eta_min=0.01)
     for update in range(50):
-        assert warmup_cosine(update, 50, floor=0.01) == pytest.approx(optimizer.param_groups[0]["lr"])
+        assert warmup_cosine(update, 50, floor=0.01) == pytest.approx(
+            optimizer.param_groups[0]["lr"]
+        )
         optimizer.step()
         peer.step()
 
@@ -104,11 +110,15 @@ def test_ema_averages_weights_and_running_statistics_with_warm_up():
         ema.update_parameters(model)
         now = {n: model.state_dict()[n].double().clone() for n in names}
         decay = min(0.5, (1 + step) / (10 + step))
-        expected = now if expected is None else {
-            n: decay * expected[n] + (1 - decay) * now[n] for n in names
-        }
+        expected = (
+            now
+            if expected is None
+            else {n: decay * expected[n] + (1 - decay) * now[n] for n in names}
+        )
     for name in names:
-        torch.testing.assert_close(ema.module.state_dict()[name].double(), expected[name], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            ema.module.state_dict()[name].double(), expected[name], rtol=1e-5, atol=1e-6
+        )
     assert int(ema.module[1].num_batches_tracked) == int(model[1].num_batches_tracked) == 6
 
 
