@@ -1,1 +1,1 @@
-"""Experiments: short scripts, run with `accelerate launch recipes/NAME.py`; nothing imports them."""
+"""Experiments: short scripts, run by `accelerate launch recipes/NAME.py`. Nothing imports them."""

@@ -3,8 +3,8 @@
     python recipes/benchmark.py                                # ViT-tiny: train step and inference
     python recipes/benchmark.py --suite input --data folder:PATH --model vit_micro_patch4_32
 
-A ratio above 1 says that ours is faster: it is the peer's median time over ours (for `input`: our images
-per second over those of a bare loop on tensors in memory). Peers that are not installed are left out.
+A ratio is a candidate's median time over ours: above 1, ours is faster. The input suite compares an
+epoch of training with a bare loop on tensors in memory. Peers that are not installed are left out.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Config:
     """Compares speed, in turn, in one process."""
 
     suite: Literal["vit", "input"] = "vit"
-    """vit: train step and inference against timm, torchvision, transformers. input: a whole epoch of
+    """vit: train step and inference against timm, torchvision and transformers. input: an epoch of
     training against a bare loop of forward, backward and step."""
     model: str = "vit_tiny_patch16_224"
     """Name of the model."""
@@ -73,7 +73,7 @@ def main(config: Config) -> dict[str, Any]:
 
 def vit_suite(config: Config) -> list[dict[str, Any]]:
     """Train step and inference of a ViT and of its peers of the same shape."""
-    ours = zoo.create_model(config.model)
+    ours: Any = zoo.create_model(config.model)
     models = {"zoo": ours, **peers(config.model, ours)}
     params = {name: sum(p.numel() for p in model.parameters()) for name, model in models.items()}
     images = torch.randn(config.batch_size, 3, *ours.card.preprocessing.size, device=config.device)
@@ -107,7 +107,7 @@ def peers(name: str, ours: Any) -> dict[str, nn.Module]:
         from transformers import ViTConfig, ViTForImageClassification
     except ImportError:
         return found
-    shape = ViTConfig(
+    shape = ViTConfig(  # type: ignore[call-arg]
         hidden_size=width,
         num_hidden_layers=depth,
         num_attention_heads=heads,
@@ -182,7 +182,7 @@ def synchronize(device: str) -> None:
 
 
 def row(task: str, name: str, times: Times, ours: str = "zoo", **extra: Any) -> dict[str, Any]:
-    """Median milliseconds, and the ratio of medians to ours with a 95 % bootstrap interval by round."""
+    """Median milliseconds; ratio of medians to ours with a 95 % interval, bootstrapped by round."""
     mine, theirs = np.array(times[ours]), np.array(times[name])
     draws = np.random.default_rng(0).integers(len(mine), size=(2000, len(mine)))
     ratios = np.median(theirs[draws], axis=1) / np.median(mine[draws], axis=1)
@@ -201,8 +201,9 @@ def row(task: str, name: str, times: Times, ours: str = "zoo", **extra: Any) -> 
 def input_suite(config: Config) -> list[dict[str, Any]]:
     """A training epoch of the recipe's loop against a bare loop on tensors in memory."""
     data = vision.load_dataset(config.data)
-    options = {"num_classes": len(data.class_names), "in_chans": data.in_chans}
-    preprocessing = zoo.create_model(config.model, **options).card.preprocessing
+    options: dict[str, Any] = {"num_classes": len(data.class_names), "in_chans": data.in_chans}
+    card: Any = zoo.create_model(config.model, **options).card
+    preprocessing = card.preprocessing
     source = vision.make_source(
         data.train, preprocessing, train=True, augment=vision.Augment(), seed=0
     )

@@ -27,8 +27,8 @@ class Config(engine.TrainOptions):
     epochs: int = 60
     lr: float = 2e-3
     warmup_epochs: float = 5
-    img_size: tuple[int, ...] | None = None
-    """Height and width, or one number for both; the model's own by default."""
+    img_size: int | tuple[int, int] | None = None
+    """Rows and columns, or one number for both; the model's own by default."""
     drop_path_rate: float = 0.0
     """Stochastic depth, rising linearly to this at the last block."""
     label_smoothing: float = 0.1
@@ -50,7 +50,7 @@ class Config(engine.TrainOptions):
 def main(config: Config) -> None:
     run = engine.start_run(__file__, config)
     data = vision.load_dataset(config.data, bad_images=config.bad_images)
-    model = zoo.create_model(
+    model: Any = zoo.create_model(
         config.model,
         pretrained=config.pretrained or False,
         class_names=data.class_names,
@@ -79,7 +79,7 @@ def main(config: Config) -> None:
 
     def evaluate_fn(model: nn.Module) -> dict[str, float] | None:
         sums = engine.evaluate(run.accelerator, model, val_loader, count_fn, run.stopping)
-        return sums and metrics(sums)
+        return None if sums is None else metrics(sums)
 
     run.notes["images"] = data.report
     engine.fit(run, model, step_fn, train, evaluate_fn, lead=mix.active)

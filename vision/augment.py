@@ -8,6 +8,7 @@ Shapes: b batch, c y x channels, rows and columns.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +37,8 @@ class Augment:
         scale: Range of the zoom.
         shear: Largest shear either way, in degrees.
         crop_scale: Range of the area of a random resized crop.
-        policy: `randaugment` (arXiv 1909.13719) or `trivialaugment` (2103.10158) per image.
+        policy: `randaugment` (arXiv 1909.13719) or `trivialaugment` (2103.10158) per image;
+            the latter shifts by up to 32 pixels, which empties smaller images.
     """
 
     spatial: str = "auto"
@@ -59,13 +61,18 @@ class Augment:
             raise ValueError(f"hflip ({self.hflip}) must be a probability, or None")
         if not (0 <= self.degrees <= 180 and 0 <= self.translate <= 1 and 0 <= self.shear < 90):
             raise ValueError(
-                f"degrees ({self.degrees}), translate ({self.translate}), shear ({self.shear}) must "
-                "lie in [0, 180], [0, 1], [0, 90)"
+                f"degrees ({self.degrees}), translate ({self.translate}), shear ({self.shear}) "
+                "must lie in [0, 180], [0, 1], [0, 90)"
             )
         if not 0 < self.scale[0] <= self.scale[1]:
             raise ValueError(f"scale {self.scale} must be a positive range (low, high)")
         if not 0 < self.crop_scale[0] <= self.crop_scale[1] <= 1:
             raise ValueError(f"crop_scale {self.crop_scale} must be a range within (0, 1]")
+
+    @property
+    def moves(self) -> bool:
+        """Whether the affine map can be other than the identity or a flip."""
+        return self.scale != (1, 1) or any((self.degrees, self.translate, self.shear))
 
 
 class BatchAffine:
@@ -77,13 +84,16 @@ class BatchAffine:
     def __init__(self, augment: Augment, hflip: float, num_samples: int, seed: int) -> None:
         self.augment, self.hflip = augment, hflip
         self.num_samples, self.seed = num_samples, seed
-        self.affine = augment.spatial in ("auto", "affine")
+        self.affine = augment.spatial in ("auto", "affine") and augment.moves
         self._epoch = -1
         self._draws = torch.empty(0)
 
-    def __call__(self, images: Tensor, epoch: int, ids: Tensor) -> Tensor:
-        """uint8 (b c y x) of the samples `ids` -> float32 in [0, 1], or uint8 where only flipped."""
-        draws = self._of_epoch(epoch)[ids]
+    def __call__(self, images: Tensor, epochs: Sequence[int], ids: Tensor) -> Tensor:
+        """uint8 (b c y x) of the samples `ids` -> float32 in [0, 1]; uint8 if only flipped."""
+        if len(set(epochs)) == 1:
+            draws = self._of_epoch(epochs[0])[ids]
+        else:
+            draws = torch.stack([self._of_epoch(e)[i] for e, i in zip(epochs, ids, strict=True)])
         flip = draws[:, 6] < self.hflip
         if not self.affine:
             return torch.where(flip[:, None, None, None], images.flip(-1), images)

@@ -28,9 +28,23 @@ from zoo.rng import seeded
 
 Key = tuple[int, int]  # epoch, sample index
 SPECS = ("digits", "folder:PATH")
-EXTENSIONS = (
-    ".png .jpg .jpeg .jfif .webp .bmp .gif .tif .tiff .ppm .pgm .pbm .pnm .jp2 .avif".split()
-)
+EXTENSIONS = [
+    ".png",
+    ".jpg",
+    ".jpeg",
+    ".jfif",
+    ".webp",
+    ".bmp",
+    ".gif",
+    ".tif",
+    ".tiff",
+    ".ppm",
+    ".pgm",
+    ".pbm",
+    ".pnm",
+    ".jp2",
+    ".avif",
+]
 
 
 @dataclass(frozen=True)
@@ -83,9 +97,9 @@ def load_dataset(
     """Opens a data set and checks every image of it.
 
     Args:
-        spec: `digits` (scikit-learn's 1,797 real 8x8 images, a fixed stratified fifth for validation),
-            or `folder:PATH` (PATH/train/CLASS/..., PATH/val/CLASS/...; files of other kinds than
-            `EXTENSIONS` are not looked at).
+        spec: `digits` (scikit-learn's 1,797 real 8x8 images, a fixed stratified fifth for
+            validation), or `folder:PATH` (PATH/train/CLASS/..., PATH/val/CLASS/...; files of other
+            kinds than `EXTENSIONS` are not looked at).
         bad_images: Unreadable files: `stop` names them, `skip` leaves them out and counts them.
         class_names: Classes of a trained model, in its order; those of the training part otherwise.
         splits: Parts to open.
@@ -117,9 +131,9 @@ def _digits(class_names: Sequence[str] | None) -> ImageDataset:
     rows = np.arange(len(pixels))
     train, val = train_test_split(rows, test_size=0.2, stratify=data.target, random_state=0)
     targets = torch.from_numpy(data.target.astype(np.int64))
-    parts = [Split(targets[part], hflip=0.0, pixels=pixels[part]) for part in (train, val)]
+    first, second = (Split(targets[part], 0.0, pixels=pixels[part]) for part in (train, val))
     report = {"train": len(train), "val": len(val), "skipped": 0}
-    return ImageDataset("digits", names, 1, *parts, report)
+    return ImageDataset("digits", names, 1, first, second, report)
 
 
 def _same_classes(spec: str, wanted: Sequence[str] | None, names: Sequence[str]) -> None:
@@ -152,6 +166,9 @@ def _folder(
         skipped = list(errors)
         print(f"warning: {len(skipped)} unreadable image files are left out", file=sys.stderr)
         files = {s: [f for f in found if f[0] not in errors] for s, found in files.items()}
+        for split, found in files.items():
+            if not found:
+                raise ImageError(f"{root / split} has no readable image")
         if "train" in files:
             _check_classes(root / "train", names, files["train"], "has no readable image")
     missing = _without_images(names, files["val"]) if "val" in files else []
@@ -258,8 +275,8 @@ def make_source(
         train: Whether images are augmented.
         augment: How; the default `Augment` where None. Unused without `train`.
         seed: Keys every random number, with epoch and sample.
-        in_memory: By default whether images at the model's size are small (64 pixels a side, 1 GiB in
-            all).
+        in_memory: By default whether images at the model's size are small (64 pixels a side, 1 GiB
+            in all).
     """
     if preprocessing.in_chans not in MODES:
         raise ValueError(f"images have 1 or 3 channels, the model takes {preprocessing.in_chans}")
@@ -290,14 +307,16 @@ class MemorySource:
         hflip = _hflip(augment, split)
         self.single = sample_transform(augment, preprocessing, hflip, in_memory=True)
         self.batched = None
-        if augment is not None and (hflip or augment.spatial in ("auto", "affine")):
+        if augment is not None and (
+            hflip or (augment.spatial in ("auto", "affine") and augment.moves)
+        ):
             self.batched = BatchAffine(augment, hflip, len(split), seed)
 
     def __len__(self) -> int:
         return len(self.targets)
 
     def __getitems__(self, keys: list[Key]) -> dict[str, Tensor]:
-        """Keys of one epoch -> images (b c y x) uint8, or float32 in [0, 1]; targets, ids (b,)."""
+        """Keys -> images (b c y x) uint8, or float32 in [0, 1]; targets, ids (b,)."""
         ids = torch.tensor([index for _, index in keys])
         images = self.images[ids]
         if self.single is not None:
@@ -308,7 +327,7 @@ class MemorySource:
                 ]
             )
         if self.batched is not None:
-            images = self.batched(images, keys[0][0], ids)
+            images = self.batched(images, [int(epoch) for epoch, _ in keys], ids)
         return {"images": images, "targets": self.targets[ids], "ids": ids}
 
 
@@ -348,5 +367,6 @@ def _hflip(augment: Augment | None, split: Split) -> float:
 
 
 def _seeded(transform: Any, image: Any, seed: int, key: Key) -> Tensor:
-    with seeded(seed, "sample", *key):
+    # Plain integers: numpy's hash to other seeds.
+    with seeded(seed, "sample", int(key[0]), int(key[1])):
         return transform(image)

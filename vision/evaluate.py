@@ -1,4 +1,4 @@
-"""Classification counts, which add up over batches and processes, and the numbers made from them."""
+"""Classification counts, which add up over batches and processes, and metrics from them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def count(logits: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor
         targets: Class indices (b,).
 
     Returns:
-        `n`, `loss`, `top1`, `topk` (scalars), `class_n`, `class_hits`, `class_predicted` (classes,).
+        `n`, `loss`, `top1`, `topk`; `class_n`, `class_hits`, `class_predicted` (classes,).
     """
     classes = logits.shape[1]
     ranked = logits.topk(top_k(classes), dim=1).indices
@@ -73,7 +73,7 @@ def _percent(part: float, whole: float) -> float:
 
 
 def interval(hits: int, n: int, confidence: float = 0.95) -> tuple[float, float]:
-    """Wilson's interval for a share, in percent (Wilson 1927, doi 10.1080/01621459.1927.10502953)."""
+    """Wilson's interval for a share, in percent (doi 10.1080/01621459.1927.10502953)."""
     from scipy.stats import binomtest
 
     found = binomtest(hits, n).proportion_ci(confidence, method="wilson")

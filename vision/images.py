@@ -62,7 +62,12 @@ def _to_mode(image: Image.Image, mode: str, name: str) -> Image.Image:
     if image.mode == "F":
         raise ImageError(f"{name}: floating-point pixels have no known range; store 8 or 16 bit")
     if image.mode.startswith("I"):
-        image = _from_16_bit(image, name)
+        key = image.info.get("transparency")
+        values = np.asarray(image)
+        image = _from_16_bit(values, name)
+        if isinstance(key, int):  # before scaling, where no other value can become the key's
+            opaque = np.where(values == key, 0, 255).astype(np.uint8)
+            image.putalpha(Image.fromarray(opaque))
     if image.mode in ("LA", "La", "PA", "RGBA", "RGBa") or "transparency" in image.info:
         image = image.convert("RGBA")
         white = Image.new("RGBA", image.size, "white")
@@ -72,8 +77,8 @@ def _to_mode(image: Image.Image, mode: str, name: str) -> Image.Image:
     return image if image.mode == mode else image.convert(mode)
 
 
-def _from_16_bit(image: Image.Image, name: str) -> Image.Image:
-    values = np.asarray(image).astype(np.int64)
+def _from_16_bit(values: np.ndarray, name: str) -> Image.Image:
+    values = values.astype(np.int64)
     if values.min() < 0 or values.max() > 65535:
         raise ImageError(
             f"{name}: integer pixels from {values.min()} to {values.max()} are not 16 bit"

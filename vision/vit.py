@@ -424,7 +424,15 @@ def _check_choice(name: str, value: str, choices: Sequence[str] | dict[str, Any]
 # --- variants --------------------------------------------------------------------------------
 
 _SIZES: dict[str, dict[str, Any]] = {
-    "micro": {"embed_dim": 64, "depth": 4, "num_heads": 4, "num_classes": 10},
+    "micro": {
+        "embed_dim": 64,
+        "depth": 4,
+        "num_heads": 4,
+        "mlp_ratio": 2.0,
+        "class_token": False,
+        "global_pool": "avg",
+        "num_classes": 10,
+    },
     "tiny": {"embed_dim": 192, "depth": 12, "num_heads": 3},
     "small": {"embed_dim": 384, "depth": 12, "num_heads": 6},
     "base": {"embed_dim": 768, "depth": 12, "num_heads": 12},

@@ -176,7 +176,7 @@ def test_asked_for_options_may_differ_from_the_source(tmp_path: Path) -> None:
     for name in (f"local-dir:{folder}", "vit_micro_patch2_8"):
         source = False if ":" in name else f"local-dir:{folder}"
         model = zoo.create_model(name, pretrained=source, norm_eps=1e-3, drop_path_rate=0.1)
-        assert model.norm.eps == 1e-3
+        assert model.fc_norm.eps == model.blocks[0].norm1.eps == 1e-3
     with pytest.raises(ValueError, match="brings its own weights"):
         zoo.create_model(f"local-dir:{folder}", pretrained="file:x")
 

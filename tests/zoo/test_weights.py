@@ -26,7 +26,8 @@ NAME = "vit_micro_patch2_8"
 
 
 def make(**options: Any) -> Any:
-    return zoo.create_model(NAME, **{"depth": 2, **options})
+    token = {"class_token": True, "global_pool": "token"}
+    return zoo.create_model(NAME, **{"depth": 2, **token, **options})
 
 
 def randomized(**options: Any) -> Any:

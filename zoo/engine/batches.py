@@ -1,9 +1,9 @@
 """Which samples every process sees in every optimizer update, decided by arithmetic alone.
 
 Accelerate's samplers pad the last batches with repeated samples and cannot restart inside an epoch
-with the same order. Here the order of an epoch is a permutation keyed by (seed, epoch); each process
-takes its own slice of it. So every sample is seen once per epoch, any update of any epoch can be
-found again without reading what came before, and all processes agree without talking.
+with the same order. Here the order of an epoch is a permutation keyed by (seed, epoch); each
+process takes its own slice of it. So every sample is seen once per epoch, any update of any epoch
+can be found again without reading what came before, and all processes agree without talking.
 
 Terms: an *update* is one optimizer step; its *window* of samples is cut into up to
 `grad_accumulation` *micro-batches*, each of which is split over the processes.

@@ -1,7 +1,7 @@
 """Checkpoints that are whole or absent, and hold tensors and plain values only.
 
-A checkpoint is one file, `checkpoints/step_00001234.pt`, written under a temporary name, flushed to the
-disk and renamed: a kill at any moment leaves the ones before it usable. Files are read with
+A checkpoint is one file, `checkpoints/step_00001234.pt`, written under a temporary name, flushed to
+the disk and renamed: a kill at any moment leaves the ones before it usable. Files are read with
 `weights_only=True`.
 """
 
@@ -67,7 +67,8 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     """Reads one checkpoint on the CPU.
 
     Raises:
-        CheckpointError: the file is missing, cut short, or holds anything but tensors and plain values.
+        CheckpointError: the file is missing, cut short, or holds other things than tensors and
+            plain values.
     """
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
@@ -108,7 +109,7 @@ def load_latest(folder: Path, warn: Any) -> tuple[Path, dict[str, Any]] | None:
 
 def rng_state() -> dict[str, Any]:
     """The state of every random generator of this process, as tensors and plain values."""
-    name, keys, *rest = np.random.get_state()
+    name, keys, *rest = np.random.get_state()  # noqa: NPY002
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
         "python": random.getstate(),
@@ -124,6 +125,6 @@ def set_rng_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
     name, keys, *rest = state["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))  # noqa: NPY002
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])

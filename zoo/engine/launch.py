@@ -53,8 +53,8 @@ def check_processes(accelerator: Accelerator, command: list[str]) -> str | None:
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world > 1:
         raise RuntimeError(
-            f"{world} processes were started, but each trains alone (WORLD_SIZE={world}, Accelerate "
-            f"sees 1 on {accelerator.device}). On CPUs set ACCELERATE_USE_CPU=true."
+            f"{world} processes were started, but each trains alone (WORLD_SIZE={world}, "
+            f"Accelerate sees 1 on {accelerator.device}). On CPUs set ACCELERATE_USE_CPU=true."
         )
     wanted = _flag(command, "num_processes") or _config_processes(command)
     if wanted and wanted.isdigit() and int(wanted) > 1:
@@ -81,8 +81,8 @@ def _config_processes(command: list[str]) -> str | None:
 def set_threads(accelerator: Accelerator, command: list[str], environ: dict[str, str]) -> None:
     """Gives the CPU threads that nobody limited on purpose to the processes of this machine.
 
-    `accelerate launch` and `torchrun` set OMP_NUM_THREADS=1 where the user said nothing, which leaves
-    cores idle. A value from the user's own environment or flags is kept.
+    `accelerate launch` and `torchrun` set OMP_NUM_THREADS=1 where the user said nothing, which
+    leaves cores idle. A value from the user's own environment or flags is kept.
     """
     said = "OMP_NUM_THREADS" in environ or _flag(command, "num_cpu_threads_per_process")
     if accelerator.device.type != "cpu" or not command or said:

@@ -1,8 +1,9 @@
 """The training loop: `fit`, and the few functions it is made of.
 
 The loss stays in the recipe: `step_fn(model, batch)` returns the mean loss over a batch. What is
-decided here, once, are the weight of each sample under accumulation and over processes, the learning
-rate per update, clipping, averaging, the health check, what a checkpoint holds and when to stop.
+decided here, once, are the weight of each sample under accumulation and over processes, the
+learning rate per update, clipping, averaging, the health check, what a checkpoint holds and when to
+stop.
 """
 
 from __future__ import annotations
@@ -192,8 +193,8 @@ def _unused_parameters(
 ) -> list[str]:
     """Trainable parameters that a step leaves without a gradient, tried on one small batch.
 
-    Asked only on several processes, where DistributedDataParallel must know them beforehand. Buffers and
-    random numbers are left as they were.
+    Asked only on several processes, where DistributedDataParallel must know them beforehand.
+    Buffers and random numbers are left as they were.
     """
     if run.accelerator.num_processes == 1:
         return []
@@ -219,8 +220,8 @@ def _allow_unused(run: Run, names: list[str]) -> None:
     )
     if names and run.accelerator.is_main_process:
         print(
-            f"warning: {len(names)} trainable parameters take no part in the loss and will not learn: "
-            f"{', '.join(names[:10])}{', ...' if len(names) > 10 else ''}",
+            f"warning: {len(names)} trainable parameters take no part in the loss and will not "
+            f"learn: {', '.join(names[:10])}{', ...' if len(names) > 10 else ''}",
             file=sys.stderr,
         )
 
@@ -337,7 +338,7 @@ class Record:
 class _Delayed:
     """Brings values of an update from the device without making it wait.
 
-    On a GPU they are read while the next update is already queued, one update late; on a CPU at once.
+    On a GPU they are read while the next update is already queued, one late; on a CPU at once.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -410,7 +411,8 @@ def _check_finite(training: Training, record: Record, loss: float, norm: float) 
     what = f"loss is {loss}" if not math.isfinite(loss) else f"gradient norm is {norm}"
     saved = list_checkpoints(training.run.folder / "checkpoints")
     raise NonFiniteError(
-        f"{what} at step {record.step} (epoch {position.epoch + 1}, learning rate {record.lr:.3g}). "
+        f"{what} at step {record.step} (epoch {position.epoch + 1}, "
+        f"learning rate {record.lr:.3g}). "
         + (f"Last good checkpoint: {saved[-1]}. " if saved else "No checkpoint was saved before. ")
         + "Try a lower --lr, a longer --warmup-epochs or a smaller --clip-grad."
     )

@@ -10,11 +10,12 @@ from zoo.rng import seeded
 class Mixing:
     """Mixes each image of a batch, and its target, with the one before it.
 
-    Mixup (arXiv 1710.09412) blends two images by a weight from Beta(alpha, alpha); CutMix (1905.04899)
-    pastes a box of one into the other. With both, each batch draws one of the two. The draw depends on
-    (seed, epoch, micro-batch) only. Batches come with one more sample in front, the neighbour that
-    belongs to the process before (`Loader(lead=True)`), which is dropped after mixing: the pairs are
-    the same whether one process or several share the batch. Batches of odd size, and of one, are fine.
+    Mixup (arXiv 1710.09412) blends two images by a weight from Beta(alpha, alpha); CutMix
+    (1905.04899) pastes a box of one into the other. With both, each batch draws one of the two. The
+    draw depends on (seed, epoch, micro-batch) only. Batches come with one more sample in front, the
+    neighbour that belongs to the process before (`Loader(lead=True)`), which is dropped after
+    mixing: the pairs are the same whether one process or several share the batch. Batches of odd
+    size, and of one, are fine.
 
     Args:
         num_classes: Length of the target vectors.

@@ -17,9 +17,9 @@ def parameter_groups(
     """Groups trainable parameters by weight decay and learning-rate scale.
 
     No decay for vectors (norms, biases, LayerScale) and for the names in the model's
-    `no_weight_decay()` (positions, tokens). With `layer_decay` a parameter of layer l of L learns at
-    `layer_decay ** (L - l)` of the rate (ELECTRA, arXiv 2003.10555; BEiT, 2106.08254), where the model
-    tells its `num_layers` and `layer_index(name)`.
+    `no_weight_decay()` (positions, tokens). With `layer_decay` a parameter of layer l of L learns
+    at `layer_decay ** (L - l)` of the rate (ELECTRA, arXiv 2003.10555; BEiT, 2106.08254), where the
+    model tells its `num_layers` and `layer_index(name)`.
 
     Raises:
         ValueError: nothing is trainable, or the model does not tell its layers.
@@ -67,8 +67,8 @@ def adamw(
 def warmup_cosine(update: int, total: int, warmup: int = 0, floor: float = 0.0) -> float:
     """Factor on the learning rate of update `update` (0-based) of `total`.
 
-    Rises linearly to 1 over `warmup` updates, then falls along half a cosine that reaches `floor` exactly
-    at the last update (SGDR, arXiv 1608.03983, without restarts).
+    Rises linearly to 1 over `warmup` updates, then falls along half a cosine that reaches `floor`
+    exactly at the last update (SGDR, arXiv 1608.03983, without restarts).
     """
     if not 0 <= update < total:
         raise ValueError(f"update ({update}) must be in [0, total = {total})")
@@ -87,8 +87,9 @@ def set_lr(groups: Iterable[dict[str, Any]], lr: float) -> None:
 class EMA(AveragedModel):
     """Exponential moving average of a model's weights and buffers.
 
-    After n updates the decay is min(decay, (1 + n) / (10 + n)), so that the random start is forgotten.
-    Floating-point buffers (running statistics) are averaged as the weights are; counters are copied.
+    After n updates the decay is min(decay, (1 + n) / (10 + n)), so that the random start is
+    forgotten. Floating-point buffers (running statistics) are averaged as the weights are; counters
+    are copied.
     """
 
     def __init__(self, model: nn.Module, decay: float = 0.999) -> None:

@@ -16,11 +16,11 @@ class TrainOptions:
     model: str = "vit_micro_patch2_8"
     """Name of a model, see `zoo.list_models()`, or local-dir:FOLDER."""
     data: str = "digits"
-    """digits (scikit-learn's 1,797 images of 8x8, no download) or folder:PATH (PATH/train, PATH/val)."""
+    """digits (scikit-learn's 1,797 images of 8x8) or folder:PATH (PATH/train, PATH/val)."""
     out: str | None = None
     """Run folder, which must not exist; a new one below runs/ by default."""
     resume: str | None = None
-    """auto: continue the run in --out, or start it there; or the path of a run or of a checkpoint."""
+    """auto: continue the run in --out, or start it there; or the path of a run or a checkpoint."""
     pretrained: str | None = None
     """Weights to start from: local-dir:FOLDER or file:PATH."""
     epochs: int = 10
@@ -69,8 +69,8 @@ class TrainOptions:
     def __post_init__(self) -> None:
         at_least = {
             "epochs": 1, "batch_size": 1, "grad_accumulation": 1, "lr": 0.0, "min_lr": 0.0,
-            "warmup_epochs": 0.0, "weight_decay": 0.0, "workers": 0, "log_every": 1, "eval_every": 1,
-            "checkpoint_every": 0, "keep": 1,
+            "warmup_epochs": 0.0, "weight_decay": 0.0, "workers": 0, "log_every": 1,
+            "eval_every": 1, "checkpoint_every": 0, "keep": 1,
         }  # fmt: skip
         for name, least in at_least.items():
             if getattr(self, name) < least:

@@ -127,8 +127,8 @@ def start_run(script: str, options: TrainOptions) -> Run:
     Raises:
         FileExistsError: the folder holds a run, and `resume` is not set.
         CheckpointError: nothing usable where `resume` points.
-        ValueError: `resume` auto without `out`, other options than the run to resume had, or a tracker
-            that is not installed.
+        ValueError: `resume` auto without `out`, other options than the run to resume had, or a
+            tracker that is not installed.
         RuntimeError: processes that do not know of each other, or a way of distributing
             other than one process per device (DDP).
     """
@@ -213,8 +213,8 @@ def _resume_path(path: Path, out: str | None) -> tuple[Path, Path]:
         folder = path.resolve().parent.parent
     if out is not None and Path(out).resolve() != folder.resolve():
         raise ValueError(
-            f"--resume {path} continues the run in {folder}: leave out --out ({out}), or start a new "
-            f"run from its weights with --pretrained local-dir:{folder}/model"
+            f"--resume {path} continues the run in {folder}: leave out --out ({out}), or start a "
+            f"new run from its weights with --pretrained local-dir:{folder}/model"
         )
     return folder, path
 

@@ -49,7 +49,7 @@ def test_each_sample_counts_once_per_epoch(n, batch, world, accumulation):
     [(10, 2, 1, 4), (29, 8, 2, 1), (17, 4, 4, 2), (5, 8, 4, 1)],
 )
 def test_weights_make_the_mean_over_the_window(n, batch, world, accumulation):
-    """sum over processes and micro-batches of weight * mean(x) / world is the mean over the window."""
+    """Summed over processes and micro-batches: weight * mean / world is the window's mean."""
     values = torch.rand(n, dtype=torch.float64)
     per_rank = [list(plan.windows(0)) for plan in plans(n, batch, world, accumulation)]
     order = plans(n, batch, world, accumulation)[0].order(0)

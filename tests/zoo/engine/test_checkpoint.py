@@ -90,8 +90,8 @@ def test_a_kill_at_any_moment_leaves_a_usable_checkpoint(tmp_path):
 
 def test_random_generators_continue(tmp_path):
     path = save_checkpoint(tmp_path, 1, {"rng": rng_state()}, keep=1, best=False)
-    first = (torch.rand(3), random.random(), np.random.rand())
+    first = (torch.rand(3), random.random(), np.random.rand())  # noqa: NPY002
     set_rng_state(load_checkpoint(path)["rng"])
-    again = (torch.rand(3), random.random(), np.random.rand())
+    again = (torch.rand(3), random.random(), np.random.rand())  # noqa: NPY002
     assert torch.equal(first[0], again[0])
     assert first[1:] == again[1:]
