@@ -269,4 +269,4 @@ def show(config: Config, rows: list[dict[str, Any]]) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__))
+    main(tyro.cli(Config))

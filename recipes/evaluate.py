@@ -115,4 +115,4 @@ def show(report: dict[str, Any], rows: list[Any]) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__))
+    main(tyro.cli(Config))

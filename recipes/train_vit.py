@@ -24,11 +24,12 @@ from zoo.preprocess import normalize
 class Config(engine.TrainOptions):
     """Trains a Vision Transformer and writes a run folder."""
 
-    epochs: int = 60
-    lr: float = 2e-3
-    warmup_epochs: float = 5
+    epochs: int = 100
+    lr: float = 1e-3
     img_size: int | tuple[int, int] | None = None
     """Rows and columns, or one number for both; the model's own by default."""
+    position: Literal["learned", "sincos", "none"] | None = None
+    """Position embedding; the model's own by default."""
     drop_path_rate: float = 0.0
     """Stochastic depth, rising linearly to this at the last block."""
     label_smoothing: float = 0.1
@@ -56,6 +57,7 @@ def main(config: Config) -> None:
         class_names=data.class_names,
         in_chans=data.in_chans,
         img_size=config.img_size,
+        position=config.position,
         drop_path_rate=config.drop_path_rate,
     )
     preprocessing = model.card.preprocessing
@@ -86,4 +88,4 @@ def main(config: Config) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__))
+    main(tyro.cli(Config))

@@ -44,9 +44,12 @@ _HOMES = {
     "load_pretrained": "zoo.weights",
     "save_pretrained": "zoo.weights",
 }
+_PARTS = ("diagnostics", "engine", "layers")  # `zoo.layers` works after `import zoo`
 
 
 def __getattr__(name: str) -> Any:
+    if name in _PARTS:
+        return importlib.import_module(f"zoo.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'zoo' has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOMES[name]), name)
@@ -55,4 +58,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_PARTS})

@@ -258,7 +258,8 @@ def test_a_mistake_is_named_and_leaves_nothing_behind(tmp_path, flags, named):
 
 
 FLAGS = """--model --data --out --epochs --batch-size --lr --weight-decay --warmup-epochs --seed
-    --resume --pretrained --ema --grad-accumulation --grad-checkpointing --compile --workers --tracker"""
+    --resume --pretrained --ema --grad-accumulation --grad-checkpointing --compile --workers
+    --tracker"""
 
 
 def test_help_lists_the_shared_flags_and_is_quick():

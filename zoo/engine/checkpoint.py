@@ -13,7 +13,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 FORMAT = 1
@@ -109,6 +108,8 @@ def load_latest(folder: Path, warn: Any) -> tuple[Path, dict[str, Any]] | None:
 
 def rng_state() -> dict[str, Any]:
     """The state of every random generator of this process, as tensors and plain values."""
+    import numpy as np
+
     name, keys, *rest = np.random.get_state()  # noqa: NPY002
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
@@ -122,6 +123,8 @@ def rng_state() -> dict[str, Any]:
 
 def set_rng_state(state: dict[str, Any]) -> None:
     """Restores what `rng_state` returned."""
+    import numpy as np
+
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
     name, keys, *rest = state["numpy"]

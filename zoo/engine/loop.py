@@ -234,6 +234,7 @@ def _epochs(training: Training, evaluate_fn: EvaluateFn, best: str) -> None:
         metrics: dict[str, float] | None = {}
         done = position.epoch + 1
         if done == options.epochs or done % options.eval_every == 0:
+            _share_buffers(training)
             metrics = evaluate_fn(training.evaluated)
         if metrics is None:  # asked to stop: the epoch is not over before its evaluation
             _stop(training)
@@ -241,6 +242,15 @@ def _epochs(training: Training, evaluate_fn: EvaluateFn, best: str) -> None:
             _save(training, best=_end_epoch(training, metrics, best))
         if position.epoch < options.epochs and _stop_wanted(training):
             raise Interrupted
+
+
+def _share_buffers(training: Training) -> None:
+    """Gives all processes the main one's running statistics, which are the ones that are saved."""
+    from accelerate.utils import broadcast
+
+    if training.run.accelerator.num_processes > 1:
+        for buffer in training.evaluated.buffers():
+            buffer.copy_(broadcast(buffer.clone()))
 
 
 def _train_epoch(training: Training) -> None:
@@ -289,7 +299,7 @@ def _learning_rate(training: Training) -> float:
     factor = warmup_cosine(
         training.position.step,
         training.total,
-        warmup=round(options.warmup_epochs * training.loader.plan.updates_per_epoch),
+        warmup=round(options.warmup * training.loader.plan.updates_per_epoch),
         floor=options.min_lr / options.lr if options.lr else 0.0,
     )
     return options.lr * factor

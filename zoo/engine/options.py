@@ -33,8 +33,8 @@ class TrainOptions:
     """Peak learning rate; not scaled by the number of processes."""
     min_lr: float = 0.0
     """Learning rate of the last update."""
-    warmup_epochs: float = 1.0
-    """Epochs of linear warm-up before the cosine."""
+    warmup_epochs: float | None = None
+    """Epochs of linear warm-up before the cosine; a tenth of all, at most 5, by default."""
     weight_decay: float = 0.05
     """AdamW's decay; none on norms, biases and positions."""
     layer_decay: float | None = None
@@ -46,7 +46,7 @@ class TrainOptions:
     ema_decay: float = 0.999
     """Decay of that average after its warm-up."""
     grad_checkpointing: bool = False
-    """Recompute blocks in the backward pass: less memory, about 1.3 times the time."""
+    """Recompute blocks in the backward pass: less memory, more time."""
     compile: bool = False
     """torch.compile the model."""
     seed: int = 0
@@ -69,7 +69,7 @@ class TrainOptions:
     def __post_init__(self) -> None:
         at_least = {
             "epochs": 1, "batch_size": 1, "grad_accumulation": 1, "lr": 0.0, "min_lr": 0.0,
-            "warmup_epochs": 0.0, "weight_decay": 0.0, "workers": 0, "log_every": 1,
+            "weight_decay": 0.0, "workers": 0, "log_every": 1,
             "eval_every": 1, "checkpoint_every": 0, "keep": 1,
         }  # fmt: skip
         for name, least in at_least.items():
@@ -77,9 +77,9 @@ class TrainOptions:
                 raise ValueError(f"{name} ({getattr(self, name)}) must be at least {least}")
         if self.min_lr > self.lr:
             raise ValueError(f"min_lr ({self.min_lr}) must not exceed lr ({self.lr})")
-        if self.warmup_epochs > self.epochs:
+        if self.warmup_epochs is not None and not 0 <= self.warmup_epochs <= self.epochs:
             raise ValueError(
-                f"warmup_epochs ({self.warmup_epochs}) must not exceed epochs ({self.epochs})"
+                f"warmup_epochs ({self.warmup_epochs}) must lie in [0, epochs = {self.epochs}]"
             )
         for name in ("clip_grad", "layer_decay"):
             value = getattr(self, name)
@@ -89,6 +89,11 @@ class TrainOptions:
             raise ValueError(f"layer_decay ({self.layer_decay}) must not exceed 1")
         if not 0 < self.ema_decay < 1:
             raise ValueError(f"ema_decay ({self.ema_decay}) must lie between 0 and 1")
+
+    @property
+    def warmup(self) -> float:
+        """Epochs of warm-up, the default filled in."""
+        return min(5.0, self.epochs / 10) if self.warmup_epochs is None else self.warmup_epochs
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -133,12 +133,12 @@ def start_run(script: str, options: TrainOptions) -> Run:
             other than one process per device (DDP).
     """
     from accelerate import Accelerator, PartialState
-    from accelerate.utils import set_seed
+    from accelerate.utils import parse_flag_from_env, set_seed
 
     _check_tracker(options.tracker)
     recipe = Path(script).stem
     command, environ = launcher_arguments()
-    state = PartialState()
+    state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
     folder, path = on_main(state, lambda: _settle(recipe, options))
     accelerator = Accelerator(
         log_with=None if options.tracker == "none" else options.tracker,
