@@ -25,7 +25,7 @@ class Config(engine.TrainOptions):
     """Trains a Vision Transformer and writes a run folder."""
 
     epochs: int = 100
-    lr: float = 1e-3
+    lr: float = 2e-3
     img_size: int | tuple[int, int] | None = None
     """Rows and columns, or one number for both; the model's own by default."""
     position: Literal["learned", "sincos", "none"] | None = None

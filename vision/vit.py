@@ -224,10 +224,18 @@ class VisionTransformer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(b c y x) -> logits (b num_classes), or features (b d) without a classifier."""
-        x = self._run_blocks(x)
-        if self.global_pool == "token":
-            x = x[:, :1]  # the norm works a token: no need to norm those that nobody reads
-        return self.forward_head(self.norm(x))
+        return self.forward_head(self.norm(self._run_blocks(x, keep=self._tokens_read())))
+
+    def _tokens_read(self) -> int | None:
+        """How many of the last block's tokens the head reads, where it does not read all.
+
+        The others need not pass the last MLP and norm. Whoever hooks these gets all tokens.
+        """
+        if self.global_pool != "token":
+            return None
+        last = [*self.blocks[-1].modules(), self.norm]
+        hooked = any(module._forward_hooks or module._forward_pre_hooks for module in last)
+        return None if hooked else 1
 
     def forward_features(self, x: Tensor) -> Tensor:
         """(b c y x) -> tokens after the last block and the norm (b n d)."""
@@ -296,16 +304,17 @@ class VisionTransformer(nn.Module):
             x = x + self.pos_embed
         return self.norm_pre(x)
 
-    def _run_blocks(self, x: Tensor) -> Tensor:
+    def _run_blocks(self, x: Tensor, keep: int | None = None) -> Tensor:
         x = self._embed(x)
-        for block in self.blocks:
+        *blocks, last = self.blocks
+        for block in blocks:
             x = self._run(block, x)
-        return x
+        return self._run(last, x, keep)
 
-    def _run(self, block: nn.Module, x: Tensor) -> Tensor:
+    def _run(self, block: nn.Module, x: Tensor, keep: int | None = None) -> Tensor:
         if self.grad_checkpointing and torch.is_grad_enabled():
-            return checkpoint_block(block, x, None)
-        return block(x)
+            return checkpoint_block(block, x, None, keep)
+        return block(x, None, keep)
 
     def _pool(self, x: Tensor) -> Tensor:
         if self.attn_pool is not None:

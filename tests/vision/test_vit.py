@@ -287,3 +287,34 @@ def test_learns_a_toy_problem() -> None:
         loss.backward()
         optimizer.step()
     assert loss.item() < 0.1 < first
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_tokens_that_nobody_reads_change_nothing(checkpointing):
+    """`forward` spares them the last MLP; values, gradients and records stay what they were."""
+    torch.manual_seed(0)
+    model = zoo.create_model("vit_micro_patch4_32", class_token=True, global_pool="token")
+    model.set_grad_checkpointing(checkpointing)
+    x = torch.randn(2, 3, 32, 32)
+    with zoo.capture_attention(model, "blocks.3.attn") as records:
+        short = model(x)
+    assert records["blocks.3.attn"][0].shape == (2, 4, 65, 65)
+    full = model.forward_head(model.forward_features(x))
+    torch.testing.assert_close(short, full)
+    params = list(model.parameters())
+    for one, two in zip(
+        torch.autograd.grad(short.sum(), params),
+        torch.autograd.grad(full.sum(), params),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
+
+
+def test_a_hook_on_the_last_block_sees_all_tokens():
+    model = zoo.create_model("vit_micro_patch4_32", class_token=True, global_pool="token")
+    for watched in (model.norm, model.blocks[-1], model.blocks[-1].mlp.fc1):
+        shapes = []
+        handle = watched.register_forward_hook(lambda _m, _i, out, s=shapes: s.append(out.shape[1]))
+        model(torch.randn(1, 3, 32, 32))
+        handle.remove()
+        assert shapes == [65]

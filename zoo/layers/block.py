@@ -136,12 +136,17 @@ class Block(nn.Module):
         self.ls2 = nn.Identity() if init_values is None else LayerScale(dim, init_values)
         self.drop_path2 = DropPath(drop_path) if drop_path else nn.Identity()
 
-    def forward(self, x: Tensor, mask: MaskLike = None) -> Tensor:
-        """(b n d) -> (b n d)"""
-        x = x + self.drop_path1(self.ls1(self.attn(self.norm1(x), mask=mask)))
+    def forward(self, x: Tensor, mask: MaskLike = None, keep: int | None = None) -> Tensor:
+        """(b n d) -> (b n d), or (b keep d): all tokens are attended to, the first `keep` go on."""
+        attended = self.attn(self.norm1(x), mask=mask)
+        if keep is not None:
+            x, attended = x[:, :keep], attended[:, :keep]
+        x = x + self.drop_path1(self.ls1(attended))
         return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
 
 
-def checkpoint_block(block: nn.Module, x: Tensor, mask: MaskLike = None) -> Tensor:
-    """`block(x, mask)`, whose activations are computed again in the backward pass (less memory)."""
-    return checkpoint(block, x, mask, use_reentrant=False)
+def checkpoint_block(
+    block: nn.Module, x: Tensor, mask: MaskLike = None, keep: int | None = None
+) -> Tensor:
+    """`block(x, mask, keep)`, whose activations are computed again in the backward pass."""
+    return checkpoint(block, x, mask, keep, use_reentrant=False)
