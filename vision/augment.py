@@ -86,27 +86,36 @@ class BatchAffine:
         self.num_samples, self.seed = num_samples, seed
         self.affine = augment.spatial in ("auto", "affine") and augment.moves
         self._epoch = -1
-        self._draws = torch.empty(0)
+        self._centres = self._maps = self._flip = torch.empty(0)
 
     def __call__(self, images: Tensor, epochs: Sequence[int], ids: Tensor) -> Tensor:
-        """uint8 (b c y x) of the samples `ids` -> float32 in [0, 1]; uint8 if only flipped."""
-        if len(set(epochs)) == 1:
-            draws = self._of_epoch(epochs[0])[ids]
-        else:
-            draws = torch.stack([self._of_epoch(e)[i] for e, i in zip(epochs, ids, strict=True)])
-        flip = draws[:, 6] < self.hflip
+        """uint8 (b c y x) of samples `ids` -> float32 in [0, 1]; uint8 if only flipped."""
+        if len(set(epochs)) > 1:
+            parts = zip(images.split(1), epochs, ids.split(1), strict=True)
+            return torch.cat([self(image, [epoch], i) for image, epoch, i in parts])
+        self._prepare(epochs[0], images.shape[-2:])
         if not self.affine:
-            return torch.where(flip[:, None, None, None], images.flip(-1), images)
-        theta = affine_matrices(self.augment, draws, flip, images.shape[-2:])
-        grid = F.affine_grid(theta, list(images.shape), align_corners=False)
+            flip = self._flip[ids][:, None, None, None]
+            return torch.where(flip, images.flip(-1), images)
+        grid = (self._centres @ self._maps[ids]).unflatten(1, images.shape[-2:])  # b y x 2
         return F.grid_sample(images.float().div_(255), grid, align_corners=False)
 
     def _of_epoch(self, epoch: int) -> Tensor:
-        if epoch != self._epoch:
-            source = generator(self.seed, "affine", epoch)
-            self._draws = torch.rand(self.num_samples, 7, generator=source)
-            self._epoch = epoch
-        return self._draws
+        """Uniform numbers of an epoch: (samples, 7)."""
+        return torch.rand(self.num_samples, 7, generator=generator(self.seed, "affine", epoch))
+
+    def _prepare(self, epoch: int, size: torch.Size) -> None:
+        if epoch == self._epoch:
+            return
+        draws = self._of_epoch(epoch)
+        self._flip = draws[:, 6] < self.hflip
+        theta = affine_matrices(self.augment, draws, self._flip, size)
+        self._maps = theta.transpose(1, 2).contiguous()  # samples 3 2
+        # Of every pixel (x, y, 1) in [-1, 1]; F.affine_grid makes them anew for each batch.
+        y, x = ((2 * torch.arange(n) + 1) / n - 1 for n in size)
+        y, x = torch.meshgrid(y, x, indexing="ij")
+        self._centres = torch.stack([x, y, torch.ones_like(x)], -1).flatten(0, 1)
+        self._epoch = epoch
 
 
 def affine_matrices(

@@ -64,6 +64,7 @@ class Training:
 
     run: Run
     model: nn.Module  # bare
+    parameters: list[nn.Parameter]
     wrapped: nn.Module  # as prepared by Accelerate
     optimizer: Any
     ema: EMA | None
@@ -168,6 +169,7 @@ def _prepare(run: Run, model: nn.Module, step_fn: StepFn, source: Source, lead: 
     return Training(
         run=run,
         model=model,
+        parameters=list(model.parameters()),
         wrapped=wrapped,
         optimizer=optimizer,
         ema=ema,
@@ -284,8 +286,11 @@ def _update(training: Training, window: Window, delayed: _Delayed) -> bool:
     if accelerator.num_processes > 1:
         values = accelerator.reduce(values, "sum")
     stop = _account(training, delayed.push(Record(position.step + 1, lr, size), values))
-    training.optimizer.step()
-    training.optimizer.zero_grad()
+    # Accelerate's wrapper searches for packages in each step, and is needed for loss scaling only.
+    optimizer = training.optimizer if accelerator.scaler else training.optimizer.optimizer
+    optimizer.step()
+    for parameter in training.parameters:
+        parameter.grad = None
     if training.ema:
         training.ema.update_parameters(training.model)
     position.update += 1
@@ -328,12 +333,13 @@ def _gradient(training: Training, window: Window) -> tuple[torch.Tensor, int]:
 
 def _gradient_norm(training: Training) -> torch.Tensor:
     """The norm of the gradient of an update before it is clipped, once, to `clip_grad`."""
-    accelerator, limit = training.run.accelerator, training.run.options.clip_grad
-    if limit is not None:
-        return accelerator.clip_grad_norm_(training.model.parameters(), limit)
-    accelerator.unscale_gradients()
-    grads = [p.grad for p in training.model.parameters() if p.grad is not None]
-    return torch.nn.utils.get_total_norm(grads)
+    training.run.accelerator.unscale_gradients()
+    limit = training.run.options.clip_grad
+    norm = nn.utils.get_total_norm([p.grad for p in training.parameters if p.grad is not None])
+    # On a CPU it can be looked at, and most updates need no clipping; a GPU would have to wait.
+    if limit is not None and (norm.device.type != "cpu" or norm > limit):
+        nn.utils.clip_grads_with_norm_(training.parameters, limit, norm)
+    return norm
 
 
 @dataclass(frozen=True)

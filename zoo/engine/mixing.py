@@ -26,11 +26,16 @@ class Mixing:
     def __init__(self, num_classes: int, mixup: float = 0.0, cutmix: float = 0.0, seed: int = 0):
         if min(mixup, cutmix) < 0:
             raise ValueError(f"mixup ({mixup}) and cutmix ({cutmix}) must not be negative")
-        self.num_classes, self.mixup, self.cutmix, self.seed = num_classes, mixup, cutmix, seed
+        self.seed, self.active = seed, mixup > 0 or cutmix > 0
+        if self.active:
+            from torchvision.transforms import v2
 
-    @property
-    def active(self) -> bool:
-        return self.mixup > 0 or self.cutmix > 0
+            kinds = [
+                kind(alpha=alpha, num_classes=num_classes)
+                for kind, alpha in ((v2.MixUp, mixup), (v2.CutMix, cutmix))
+                if alpha > 0
+            ]
+            self._mix = v2.RandomChoice(kinds) if len(kinds) > 1 else kinds[0]
 
     def __call__(
         self, images: torch.Tensor, targets: torch.Tensor, epoch: int, index: int
@@ -41,13 +46,6 @@ class Mixing:
         """
         if not self.active:
             return images, targets
-        from torchvision.transforms import v2
-
-        kinds = [
-            kind(alpha=alpha, num_classes=self.num_classes)
-            for kind, alpha in ((v2.MixUp, self.mixup), (v2.CutMix, self.cutmix))
-            if alpha > 0
-        ]
         with seeded(self.seed, "mixing", epoch, index):
-            mixed, soft = v2.RandomChoice(kinds)(images, targets)
+            mixed, soft = self._mix(images, targets)
         return mixed[1:], soft[1:]
