@@ -13,6 +13,12 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 
+LAUNCHERS = {
+    "accelerate", "accelerate-launch", "accelerate.commands.launch",
+    "torchrun", "torch.distributed.run", "torch.distributed.launch",
+}  # fmt: skip
+
+
 def launcher_arguments() -> tuple[list[str], dict[str, str]]:
     """The command line and environment of the `accelerate launch` or `torchrun` that started us.
 
@@ -23,10 +29,7 @@ def launcher_arguments() -> tuple[list[str], dict[str, str]]:
     try:
         for parent in psutil.Process().parents()[:3]:
             command = parent.cmdline()
-            words = [os.path.basename(word) for word in command[:4]]
-            if "accelerate-launch" in words or {"accelerate", "launch"} <= set(words):
-                return command, parent.environ()
-            if "torchrun" in words or "torch.distributed.run" in command[:4]:
+            if LAUNCHERS & {os.path.basename(word) for word in command[:4]}:
                 return command, parent.environ()
     except psutil.Error:
         pass
