@@ -1,9 +1,8 @@
 from __future__ import annotations
 
-import multiprocessing
-import os
 import random
-import signal
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -68,24 +67,32 @@ def test_an_object_is_refused(tmp_path):
         load_checkpoint(path)
 
 
-def _save_forever(folder):
-    for step in range(1, 10**6):
-        save_checkpoint(folder, step, {"value": torch.full((300_000,), step)}, keep=2, best=True)
+SAVE_FOREVER = """
+import sys, torch
+from pathlib import Path
+from zoo.engine.checkpoint import save_checkpoint
+for step in range(1, 10**6):
+    state = {"value": torch.full((300_000,), step)}
+    save_checkpoint(Path(sys.argv[1]), step, state, keep=2, best=True)
+"""
 
 
-def test_a_kill_at_any_moment_leaves_a_usable_checkpoint(tmp_path):
-    context = multiprocessing.get_context("fork")
-    for delay in (0.05, 0.11, 0.2):
-        process = context.Process(target=_save_forever, args=(tmp_path / str(delay),))
-        process.start()
-        while not list_checkpoints(tmp_path / str(delay)):
-            time.sleep(0.01)
-        time.sleep(delay)
-        os.kill(process.pid, signal.SIGKILL)
-        process.join()
-        for path in (*list_checkpoints(tmp_path / str(delay)), tmp_path / str(delay) / "best.pt"):
-            value = load_checkpoint(path)["value"]
-            assert (value == value[0]).all()
+@pytest.mark.parametrize("delay", [0.05, 0.11, 0.2])
+def test_a_kill_at_any_moment_leaves_a_usable_checkpoint(tmp_path, delay):
+    process = subprocess.Popen([sys.executable, "-c", SAVE_FOREVER, str(tmp_path)])
+    deadline = time.monotonic() + 60
+    while not list_checkpoints(tmp_path):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    time.sleep(delay)
+    process.kill()
+    process.wait()
+    found = list_checkpoints(tmp_path)
+    assert found
+    for path in (*found, tmp_path / "best.pt"):
+        value = load_checkpoint(path)["value"]
+        assert (value == value[0]).all()
 
 
 def test_random_generators_continue(tmp_path):
