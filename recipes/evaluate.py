@@ -1,7 +1,10 @@
 """Evaluates a trained classifier: accuracies with an interval, loss, a table by class.
 
-accelerate launch recipes/evaluate.py --model runs/NAME     # on the data it was trained on
-accelerate launch recipes/evaluate.py --model local-dir:FOLDER --data folder:PATH --out report.json
+Command:
+    accelerate launch recipes/evaluate.py --model runs/NAME
+    accelerate launch recipes/evaluate.py --model local-dir:FOLDER --data folder:PATH --out r.json
+
+The first evaluates a run on its own data. Every image counts once, on any number of processes.
 """
 
 from __future__ import annotations
