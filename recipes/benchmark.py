@@ -1,7 +1,10 @@
 """Times our code against its peers, in turn, in one process: ratios with intervals.
 
-    python recipes/benchmark.py                                # ViT-tiny: train step and inference
+Command:
+    python recipes/benchmark.py
     python recipes/benchmark.py --suite input --data folder:PATH --model vit_micro_patch4_32
+
+Takes a minute or two each on 2 CPU cores; the figures are in the README.
 
 A ratio is a candidate's median time over ours: above 1, ours is faster. The input suite compares an
 epoch of training with a bare loop on tensors in memory. Peers that are not installed are left out.

@@ -56,6 +56,12 @@ def main(config: Config) -> dict[str, Any]:
         class_names=model.card.class_names,
         splits=("val",),
     )
+    if model.num_classes != len(data.class_names):
+        raise ValueError(
+            f"{source} has {model.num_classes} outputs, {data_spec} {len(data.class_names)} classes"
+        )
+    if config.out:
+        Path(config.out).parent.mkdir(parents=True, exist_ok=True)
     preprocessing = model.card.preprocessing
     val = vision.make_source(data.val, preprocessing, train=False, augment=None, seed=0)
     loader = engine.evaluation_loader(accelerator, val, config.batch_size, config.workers)
@@ -91,6 +97,8 @@ def resolve(config: Config) -> tuple[str, str]:
     folder = Path(config.model)
     if not (folder / "model" / "model.json").exists():
         state = "no such folder" if not folder.is_dir() else "it has no model/model.json"
+        if (folder / "model.json").exists():
+            state = f"did you mean local-dir:{folder}?"
         raise FileNotFoundError(
             f"--model {config.model} is neither local-dir:FOLDER nor a run folder with a trained "
             f"model: {state}"

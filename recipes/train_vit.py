@@ -51,6 +51,14 @@ class Config(engine.TrainOptions):
     bad_images: Literal["stop", "skip"] = "stop"
     """Unreadable files: stop and name them, or skip and count them."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.label_smoothing < 1 or not 0 <= self.drop_path_rate < 1:
+            raise ValueError(
+                f"label_smoothing ({self.label_smoothing}) and drop_path_rate "
+                f"({self.drop_path_rate}) must lie in [0, 1)"
+            )
+
 
 def main(config: Config) -> None:
     run = engine.start_run(__file__, config)

@@ -117,6 +117,8 @@ def load_dataset(
         return _folder(spec, Path(path).expanduser(), bad_images, class_names, tuple(splits))
     near = difflib.get_close_matches(kind, ["digits", "folder"], n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
+    if kind == "folder":
+        hint = "; the path is missing"
     raise ValueError(f"unknown data {spec!r}: valid are {', '.join(SPECS)}{hint}")
 
 
@@ -217,7 +219,13 @@ def _files(folder: Path, names: Sequence[str]) -> list[tuple[str, int]]:
     found = []
     for index, name in enumerate(names):
         for root, folders, files in os.walk(folder / name, followlinks=True):
-            folders.sort()
+            above = os.path.realpath(root)
+            folders[:] = sorted(
+                sub
+                for sub in folders
+                if not sub.startswith(".")
+                and not (above + os.sep).startswith(os.path.realpath(f"{root}/{sub}") + os.sep)
+            )
             found += [
                 (os.path.join(root, file), index)
                 for file in sorted(files)

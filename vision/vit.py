@@ -136,6 +136,8 @@ class VisionTransformer(nn.Module):
         _check_pool(global_pool, class_token)
         _check_choice("position", position, POSITIONS)
         _check_choice("act", act, ACTIVATIONS)
+        if depth < 1 or num_classes < 0:
+            raise ValueError(f"depth ({depth}) must be at least 1, num_classes ({num_classes}) 0")
         norm_layer = partial(nn.LayerNorm, eps=norm_eps)
         self.num_classes, self.global_pool = num_classes, global_pool
         self.num_features = self.embed_dim = embed_dim
@@ -233,9 +235,12 @@ class VisionTransformer(nn.Module):
         """
         if self.global_pool != "token":
             return None
-        last = [*self.blocks[-1].modules(), self.norm]
-        hooked = any(module._forward_hooks or module._forward_pre_hooks for module in last)
-        return None if hooked else 1
+        watched = [self.blocks, *self.blocks[-1].modules(), self.norm]
+        hooked = any(
+            m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks
+            for m in watched
+        )
+        return 1 if isinstance(self.blocks[-1], Block) and not hooked else None
 
     def forward_features(self, x: Tensor) -> Tensor:
         """(b c y x) -> tokens after the last block and the norm (b n d)."""
@@ -294,7 +299,7 @@ class VisionTransformer(nn.Module):
         if self.pos_embed is not None and self.no_embed_class:
             x = x + self.pos_embed
         prefix = [
-            token.expand(len(x), -1, -1)
+            token.expand(x.shape[0], -1, -1)
             for token in (self.cls_token, self.reg_token)
             if token is not None
         ]
@@ -306,6 +311,8 @@ class VisionTransformer(nn.Module):
 
     def _run_blocks(self, x: Tensor, keep: int | None = None) -> Tensor:
         x = self._embed(x)
+        if keep is None and not self.grad_checkpointing:
+            return self.blocks(x)
         *blocks, last = self.blocks
         for block in blocks:
             x = self._run(block, x)
@@ -314,7 +321,7 @@ class VisionTransformer(nn.Module):
     def _run(self, block: nn.Module, x: Tensor, keep: int | None = None) -> Tensor:
         if self.grad_checkpointing and torch.is_grad_enabled():
             return checkpoint_block(block, x, None, keep)
-        return block(x, None, keep)
+        return block(x) if keep is None else block(x, None, keep)
 
     def _pool(self, x: Tensor) -> Tensor:
         if self.attn_pool is not None:

@@ -112,8 +112,12 @@ def _read_file(path: str) -> Source:
     name = f"file:{path}"
     if is_safetensors:
         return Source(name, _read_safetensors(file))
-    tensors, inside = _state_dict(_read_torch(file), file)
-    return Source(f"{name} ({inside})" if inside else name, tensors)
+    data = _read_torch(file)
+    tensors, inside = _state_dict(data, file)
+    # Checkpoints of our training runs tell the grids of their positions.
+    told = data.get("position_grids", {}) if inside else {}
+    grids = {key: (int(y), int(x)) for key, (y, x) in told.items()}
+    return Source(f"{name} ({inside})" if inside else name, tensors, None, grids)
 
 
 def _read_safetensors(path: Path) -> dict[str, Tensor]:

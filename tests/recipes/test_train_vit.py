@@ -269,3 +269,25 @@ def test_help_lists_the_shared_flags_and_is_quick():
     for flag in FLAGS.split():
         assert flag in done.stdout, flag
     assert seconds < 30, "far above what it takes; the figure itself is measured, not tested"
+
+
+def test_a_signal_to_the_whole_group_saves_with_workers(tmp_path):
+    """As systemd, schedulers and timeout send it: the workers must outlive the last step."""
+    flags = [*SMALL, "--epochs", "50", "--workers", "2", "--out", str(tmp_path / "run")]
+    words, env = command("train_vit.py", *flags)
+    process = subprocess.Popen(
+        words, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    metrics = tmp_path / "run/metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (metrics.exists() and '"step": 8' in metrics.read_text()):
+        assert process.poll() is None, process.stderr.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 143, err
+    assert err.count("stopping after this step") == 1
+    assert summary(tmp_path / "run")["status"] == "interrupted"
+    assert (tmp_path / "run/model/model.json").exists()

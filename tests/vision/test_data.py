@@ -455,3 +455,14 @@ def test_a_flip_is_the_data_sets_choice_unless_said(tmp_path, in_memory):
     assert 10 < flips(0.5, None) < 50
     assert flips(0.5, 0.0) == 0
     assert flips(0.0, 1.0) == 60
+
+
+def test_links_upwards_and_hidden_folders_add_no_images(tmp_path):
+    for split in ("train", "val"):
+        for name in ("a", "b"):
+            (tmp_path / split / name).mkdir(parents=True)
+            Image.new("RGB", (8, 8)).save(tmp_path / split / name / "0.png")
+    (tmp_path / "train/b/up").symlink_to("..")
+    (tmp_path / "train/a/.ipynb_checkpoints").mkdir()
+    Image.new("RGB", (8, 8)).save(tmp_path / "train/a/.ipynb_checkpoints/0-checkpoint.png")
+    assert load_dataset(f"folder:{tmp_path}").train.targets.tolist() == [0, 1]

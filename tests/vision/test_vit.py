@@ -318,3 +318,12 @@ def test_a_hook_on_the_last_block_sees_all_tokens():
         model(torch.randn(1, 3, 32, 32))
         handle.remove()
         assert shapes == [65]
+
+
+@pytest.mark.parametrize("pool", ["token", "avg", "map"])
+def test_export_keeps_the_batch_free(pool):
+    model = zoo.create_model("vit_micro_patch4_32", class_token=True, global_pool=pool).eval()
+    batch = torch.export.Dim("b", min=2, max=64)
+    program = torch.export.export(model, (torch.randn(3, 3, 32, 32),), dynamic_shapes=({0: batch},))
+    x = torch.randn(5, 3, 32, 32)
+    torch.testing.assert_close(program.module()(x), model(x))

@@ -532,3 +532,14 @@ def test_tied_tensors_are_saved(tmp_path: Path) -> None:
 def test_reading_names_are_exported() -> None:
     assert weights.read_source is sources.read_source
     assert set(sources.SOURCES) == {"file", "local-dir"}
+
+
+def test_a_training_checkpoint_tells_its_grid(tmp_path):
+    """Case B1 for a bare file: 4x16 and 8x8 have equally many positions."""
+    wide = zoo.create_model("vit_micro_patch4_32", img_size=(16, 64))
+    state = {"model": wide.state_dict(), "position_grids": {"pos_embed": [4, 16]}}
+    torch.save(state, tmp_path / "step.pt")
+    report = zoo.load_pretrained(
+        zoo.create_model("vit_micro_patch4_32"), f"file:{tmp_path}/step.pt"
+    )
+    assert report.resized == {"pos_embed": "grid 4x16 -> 8x8"}

@@ -12,6 +12,7 @@ Terms: an *update* is one optimizer step; its *window* of samples is cut into up
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -149,6 +150,7 @@ class Loader:
             persistent_workers=workers > 0,
             pin_memory=pin_memory,
             generator=torch.Generator(),
+            worker_init_fn=_own_group,
         )
 
     def _keys(self) -> Iterator[list[Key]]:
@@ -178,6 +180,12 @@ class _Keys:
 
     def __iter__(self) -> Iterator[list[Key]]:
         return self.keys()
+
+
+def _own_group(_worker: int) -> None:
+    """Keeps Ctrl-C and signals to the process group from taking workers away from the last step."""
+    if hasattr(os, "setpgid"):
+        os.setpgid(0, 0)
 
 
 def _identity(batch: Any) -> Any:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import random
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -49,12 +48,20 @@ def save_checkpoint(
     """Writes `state` as the checkpoint of `step`; keeps the last `keep` and, apart, the best."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"step_{step:08d}.pt"
-    write_atomically(path, lambda file: torch.save({"format": FORMAT, **state}, file))
-    if best:
-        write_atomically(folder / "best.pt", lambda file: shutil.copyfile(path, file))
+    # The best one first: killed between the two, the run finds this epoch the best again.
+    for target in (folder / "best.pt", path)[not best :]:
+        write_atomically(target, lambda file: torch.save({"format": FORMAT, **state}, file))
     for old in list_checkpoints(folder)[:-keep]:
-        old.unlink(missing_ok=True)
+        if old != path:
+            old.unlink(missing_ok=True)
     return path
+
+
+def forget_after(folder: Path, step: int) -> None:
+    """Removes the checkpoints that a run continued from `step` will write anew."""
+    for path in list_checkpoints(folder):
+        if path.name > f"step_{step:08d}.pt":
+            path.unlink()
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -100,8 +107,10 @@ def load_latest(folder: Path, warn: Any) -> tuple[Path, dict[str, Any]] | None:
             errors.append(str(error))
             warn(f"{error}\n  -> trying the checkpoint before it")
     if errors:
+        best = folder / "best.pt"
+        hint = f"\n  -> there is also {best}: --resume {best}" if best.exists() else ""
         raise CheckpointError(
-            f"none of the checkpoints in {folder} can be read:\n" + "\n".join(errors)
+            f"none of the checkpoints in {folder} can be read:\n" + "\n".join(errors) + hint
         )
     return None
 

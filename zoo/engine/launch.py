@@ -45,6 +45,16 @@ def _flag(command: list[str], name: str) -> str | None:
     return None
 
 
+def follow_launcher(command: list[str]) -> None:
+    """On Linux: SIGTERM for this process when its launcher dies, instead of training on unseen."""
+    import ctypes
+    import signal
+
+    if command and sys.platform == "linux":
+        set_parent_death_signal = 1
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
+
+
 def check_processes(accelerator: Accelerator, command: list[str]) -> str | None:
     """A warning where several processes were asked for and this is the only one.
 

@@ -20,7 +20,13 @@ import torch
 from torch import nn
 
 from zoo.engine.batches import Batch, BatchPlan, Loader, MicroBatch, Source, move
-from zoo.engine.checkpoint import list_checkpoints, rng_state, save_checkpoint, set_rng_state
+from zoo.engine.checkpoint import (
+    forget_after,
+    list_checkpoints,
+    rng_state,
+    save_checkpoint,
+    set_rng_state,
+)
 from zoo.engine.optim import EMA, adamw, set_lr, warmup_cosine
 from zoo.engine.run import Run
 from zoo.engine.tracking import Progress, Tracking, write_json
@@ -118,19 +124,19 @@ def fit(
         SystemExit: 130 after Ctrl-C, 143 after SIGTERM; everything is saved.
     """
     training = _prepare(run, model, step_fn, source, lead)
-    status = "failed"
     try:
         with run.signals():
-            _epochs(training, evaluate_fn, best)
-        status = "completed"
-    except Interrupted:
-        status = "interrupted"
+            status = _epochs(training, evaluate_fn, best)
+            if run.accelerator.is_main_process:
+                (save_model or _save_pretrained)(training.evaluated, run.folder / "model")
+            summary = _summarize(training, status, best)
+            run.accelerator.wait_for_everyone()
+    except BaseException:
+        _summarize(training, "failed", best)
+        raise
     finally:
         training.progress.close()
-        summary = _summarize(training, status, best)
-    if run.accelerator.is_main_process:
-        (save_model or _save_pretrained)(training.evaluated, run.folder / "model")
-    run.accelerator.wait_for_everyone()
+        run.close()
     run.accelerator.end_training()
     if status == "interrupted":
         training.progress.say(
@@ -166,6 +172,8 @@ def _prepare(run: Run, model: nn.Module, step_fn: StepFn, source: Source, lead: 
         model.compile()
     wrapped, optimizer = accelerator.prepare(model, optimizer)
     position = _restore(run, model, optimizer, ema, len(source))
+    if accelerator.is_main_process:
+        forget_after(run.folder / "checkpoints", position.step)
     return Training(
         run=run,
         model=model,
@@ -176,7 +184,7 @@ def _prepare(run: Run, model: nn.Module, step_fn: StepFn, source: Source, lead: 
         step_fn=step_fn,
         loader=loader,
         position=position,
-        tracking=Tracking(accelerator, run.folder, position.step),
+        tracking=Tracking(accelerator, run.folder, position.step, position.epoch),
         progress=Progress(
             options.epochs * len(source), position.samples, main=accelerator.is_main_process
         ),
@@ -228,8 +236,16 @@ def _allow_unused(run: Run, names: list[str]) -> None:
         )
 
 
-def _epochs(training: Training, evaluate_fn: EvaluateFn, best: str) -> None:
-    """Trains, evaluates and saves epoch by epoch."""
+def _epochs(training: Training, evaluate_fn: EvaluateFn, best: str) -> str:
+    """Trains, evaluates and saves epoch by epoch; returns how it ended."""
+    try:
+        _each_epoch(training, evaluate_fn, best)
+    except Interrupted:
+        return "interrupted"
+    return "completed"
+
+
+def _each_epoch(training: Training, evaluate_fn: EvaluateFn, best: str) -> None:
     options, position = training.run.options, training.position
     while position.epoch < options.epochs:
         _train_epoch(training)
@@ -494,6 +510,7 @@ def _save(training: Training, *, best: bool = False) -> None:
             "position": position,
             "metrics": dict(training.metrics),
             "num_samples": len(training.loader.source),
+            "position_grids": _grids(training.model),
         }
         folder = run.folder / "checkpoints"
         save_checkpoint(folder, training.position.step, state, keep=run.options.keep, best=best)
@@ -543,6 +560,12 @@ def _summarize(training: Training, status: str, best: str) -> dict[str, Any]:
     if run.accelerator.is_main_process:
         write_json(run.folder / "summary.json", summary)
     return summary
+
+
+def _grids(model: nn.Module) -> dict[str, list[int]]:
+    """Grids of learned positions, without which a bare file of weights would have to be guessed."""
+    tell = getattr(model, "position_grids", None)
+    return {key: list(grid) for key, grid in tell().items()} if callable(tell) else {}
 
 
 def _save_pretrained(model: nn.Module, folder: Any) -> None:

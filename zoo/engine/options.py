@@ -70,7 +70,7 @@ class TrainOptions:
         at_least = {
             "epochs": 1, "batch_size": 1, "grad_accumulation": 1, "lr": 0.0, "min_lr": 0.0,
             "weight_decay": 0.0, "workers": 0, "log_every": 1,
-            "eval_every": 1, "checkpoint_every": 0, "keep": 1,
+            "eval_every": 1, "checkpoint_every": 0, "keep": 1, "seed": 0,
         }  # fmt: skip
         for name, least in at_least.items():
             if getattr(self, name) < least:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import shutil
 import signal
 import sys
 import time
@@ -17,6 +19,7 @@ from zoo.engine.checkpoint import CheckpointError, list_checkpoints, load_checkp
 from zoo.engine.launch import (
     check_processes,
     environment,
+    follow_launcher,
     launcher_arguments,
     resume_command,
     set_threads,
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 T = TypeVar("T")
+LOCK_SECONDS = 10.0
 
 
 class Run:
@@ -54,6 +58,7 @@ class Run:
         self.folder, self.checkpoint = folder, checkpoint
         self.stop_signal = 0
         self.notes: dict[str, Any] = {}
+        self._lock: int | None = None
 
     @property
     def resume_command(self) -> str:
@@ -72,9 +77,15 @@ class Run:
             "command": sys.argv,
             **environment(self.accelerator),
         }
-        on_main(self.accelerator, lambda: _record(self.folder, record))
+        self._lock = on_main(self.accelerator, lambda: _record(self.folder, record))
         if self.options.tracker != "none":
             self._start_tracker()
+
+    def close(self) -> None:
+        """Lets other processes into the run folder again."""
+        if self._lock is not None and self.accelerator.is_main_process:
+            os.close(self._lock)
+            self._lock = None
 
     def _start_tracker(self) -> None:
         step = self.checkpoint[1]["position"]["step"] if self.checkpoint else 0
@@ -146,6 +157,7 @@ def start_run(script: str, options: TrainOptions) -> Run:
     )
     _check_distribution(accelerator)
     set_threads(accelerator, command, environ)
+    follow_launcher(command)
     warning = check_processes(accelerator, command)
     if warning and accelerator.is_main_process:
         print(f"warning: {warning}", file=sys.stderr, flush=True)
@@ -210,7 +222,12 @@ def _resume_path(path: Path, out: str | None) -> tuple[Path, Path]:
         path = found[0]
     else:
         load_checkpoint(path)
-        folder = path.resolve().parent.parent
+        folder = path.parent.parent
+        if path.parent.name != "checkpoints" or not (folder / "config.json").exists():
+            raise CheckpointError(
+                f"{path} is not in the checkpoints/ of a run folder; for a new run from its "
+                f"weights use --pretrained file:{path}"
+            )
     if out is not None and Path(out).resolve() != folder.resolve():
         raise ValueError(
             f"--resume {path} continues the run in {folder}: leave out --out ({out}), or start a "
@@ -236,7 +253,7 @@ def _fresh_folder(recipe: str, out: str | None) -> Path:
 def _occupied(folder: Path) -> bool:
     if folder.exists() and not folder.is_dir():
         raise FileExistsError(f"{folder} is a file, not a run folder")
-    return folder.is_dir() and any(folder.iterdir())
+    return folder.is_dir() and any(path.name != ".lock" for path in folder.iterdir())
 
 
 def _some(folder: Path) -> str:
@@ -266,13 +283,47 @@ def _check_distribution(accelerator: Accelerator) -> None:
         )
 
 
-def _record(folder: Path, record: dict[str, Any]) -> None:
+def _record(folder: Path, record: dict[str, Any]) -> int:
+    """Writes or compares config.json; returns the lock that keeps other processes out."""
     path = folder / "config.json"
-    folder.mkdir(parents=True, exist_ok=True)
-    if path.exists() and list_checkpoints(folder / "checkpoints"):
+    if list_checkpoints(folder / "checkpoints"):
+        if not path.exists():
+            raise CheckpointError(f"{path} is missing: the options of this run are not known")
         _compare(path, json.loads(path.read_text()), record)
-        return
-    write_json(path, record)
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = _take_lock(folder)
+    for left in (*folder.glob(".model.*"), *folder.glob("checkpoints/.*.tmp")):  # by a kill
+        shutil.rmtree(left) if left.is_dir() else left.unlink()
+    if not path.exists() or not list_checkpoints(folder / "checkpoints"):
+        write_json(path, record)
+    return lock
+
+
+def _take_lock(folder: Path) -> int:
+    """An advisory lock that ends with this process, however it ends.
+
+    Worker processes of a killed run hold it for some seconds more, which are waited for.
+    """
+    lock = os.open(folder / ".lock", os.O_CREAT | os.O_RDWR)
+    deadline = time.monotonic() + LOCK_SECONDS
+    while not _locked(lock):
+        if time.monotonic() > deadline:
+            os.close(lock)
+            raise FileExistsError(f"another process is training in {folder}")
+        time.sleep(0.2)
+    return lock
+
+
+def _locked(lock: int) -> bool:
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        return True
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 def _compare(path: Path, before: dict[str, Any], now: dict[str, Any]) -> None:

@@ -39,14 +39,20 @@ class Tracking:
     Args:
         accelerator: Knows the tracker.
         folder: The run folder.
-        step: Where to go on: rows after this step are dropped, they will be written again.
+        step, epoch: Where to go on: later rows are dropped, they will be written again.
     """
 
-    def __init__(self, accelerator: Accelerator, folder: Path, step: int = 0) -> None:
+    def __init__(
+        self, accelerator: Accelerator, folder: Path, step: int = 0, epoch: int = 0
+    ) -> None:
         self.accelerator = accelerator
         self.path = folder / "metrics.jsonl"
         if accelerator.is_main_process:
-            rows = [row for row in read_rows(self.path) if row["step"] <= step]
+            rows = [
+                row
+                for row in read_rows(self.path)
+                if row["step"] <= step and not ("train/epoch_loss" in row and row["epoch"] > epoch)
+            ]
             text = "".join(json.dumps(row) + "\n" for row in rows)
             write_atomically(self.path, lambda file: file.write_text(text))
 

@@ -40,6 +40,12 @@ class Mask:
             raise TypeError("mask | None allows everything: pass no mask instead")
         return Either(self, rule)
 
+    def __rand__(self, other: Tensor) -> Mask:
+        return self & other
+
+    def __ror__(self, other: Tensor) -> Mask:
+        return self | other
+
     @staticmethod
     def padding(lengths: Tensor | Sequence[int]) -> Mask:
         """Keys at or beyond a sample's length are forbidden; `lengths` is (b,)."""

@@ -314,3 +314,60 @@ def test_tensorboard_and_config(tmp_path):
 def test_options_are_checked(tmp_path, change, message):
     with pytest.raises(ValueError, match=message):
         options(tmp_path, **change)
+
+
+def test_one_process_at_a_time_writes_into_a_run_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr("zoo.engine.run.LOCK_SECONDS", 0.3)
+    first = start_run("toy.py", options(tmp_path))
+    first.open()
+    second = start_run("toy.py", options(tmp_path, resume="auto"))
+    with pytest.raises(FileExistsError, match="another process is training"):
+        second.open()
+
+
+def test_resuming_the_best_checkpoint_rewinds_the_run(tmp_path):
+    best_first = iter([3.0, 1.0, 2.0])
+    run, _, _ = train(options(tmp_path), evaluate=lambda _: {"val/top1": next(best_first)})
+    whole = read_rows(run.folder / "metrics.jsonl")
+    weights = torch.load(run.folder / "model/weights.pt")
+    again = TrainOptions(**{**options(tmp_path).to_json(), "out": None})
+    rest = iter([1.0, 2.0])
+    train(
+        replace(again, resume=str(run.folder / "checkpoints/best.pt")),
+        evaluate=lambda _: {"val/top1": next(rest)},
+    )
+    names = sorted(p.name for p in (run.folder / "checkpoints").iterdir())
+    assert names == ["best.pt", "step_00000014.pt", "step_00000021.pt"]
+    assert all(
+        torch.equal(weights[k], v) for k, v in torch.load(run.folder / "model/weights.pt").items()
+    )
+    timing = "train/samples_per_second"
+    strip = [{k: v for k, v in row.items() if k != timing} for row in whole]
+    assert strip == [
+        {k: v for k, v in row.items() if k != timing}
+        for row in read_rows(run.folder / "metrics.jsonl")
+    ]
+
+
+def test_a_checkpoint_outside_a_run_is_not_resumed(tmp_path):
+    run, _, _ = train(options(tmp_path, epochs=1))
+    stray = tmp_path / "stray.pt"
+    stray.write_bytes((run.folder / "checkpoints/best.pt").read_bytes())
+    with pytest.raises(RuntimeError, match="--pretrained file:"):
+        start_run("toy.py", TrainOptions(resume=str(stray)))
+    (run.folder / "config.json").unlink()
+    with pytest.raises(RuntimeError, match=r"config\.json is missing"):
+        start_run("toy.py", options(tmp_path, epochs=1, resume="auto")).open()
+
+
+def test_rows_of_an_epoch_that_will_be_evaluated_again_are_dropped(tmp_path):
+    from zoo.engine.tracking import Tracking
+
+    run = start_run("toy.py", options(tmp_path))
+    run.open()
+    tracking = Tracking(run.accelerator, run.folder)
+    tracking.log({"train/loss": 1.0}, step=7, epoch=1.0)
+    tracking.log({"train/epoch_loss": 1.0, "val/top1": 1.0}, step=7, epoch=1)
+    Tracking(run.accelerator, run.folder, step=7, epoch=0)
+    assert rows(run, "train/loss") == [1.0]
+    assert rows(run, "val/top1") == []

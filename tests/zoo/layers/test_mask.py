@@ -104,3 +104,10 @@ def test_documentation_example_runs() -> None:
 def test_lowers_to_the_device_that_is_asked_for() -> None:
     combined = (Mask.padding(LENGTHS) & Mask.segment(IDS_Q, IDS_K)) | Mask.dense(DENSE)
     assert (combined & Mask.causal()).lower(4, 5, device="meta").device.type == "meta"
+
+
+def test_a_tensor_on_the_left_combines_too():
+    square = torch.tensor([[True, False], [True, True]])
+    for combined in (square & Mask.causal(), Mask.causal() & square):
+        assert torch.equal(combined.lower(2, 2)[0, 0], square.tril())
+    assert (~square | Mask.causal()).lower(2, 2).all()
