@@ -217,14 +217,13 @@ def input_suite(config: Config) -> list[dict[str, Any]]:
     )
     targets = torch.randint(len(data.class_names), (config.batch_size,))
 
+    def prepare_fn(batch: dict[str, Any]) -> dict[str, Any]:
+        x = normalize(batch["images"], preprocessing)
+        x, y = mix(x, batch["targets"], batch["epoch"], batch["index"])
+        return {"images": x, "targets": y}
+
     def step_fn(model: nn.Module, batch: dict[str, Any]) -> Tensor:
-        x, y = mix(
-            normalize(batch["images"], preprocessing),
-            batch["targets"],
-            batch["epoch"],
-            batch["index"],
-        )
-        return F.cross_entropy(model(x), y, label_smoothing=0.1)
+        return F.cross_entropy(model(batch["images"]), batch["targets"], label_smoothing=0.1)
 
     def whole() -> None:
         with tempfile.TemporaryDirectory() as folder:
@@ -235,8 +234,9 @@ def input_suite(config: Config) -> list[dict[str, Any]]:
             run = engine.start_run(__file__, flags)
             model = zoo.create_model(config.model, **options)
             summary = engine.fit(
-                run, model, step_fn, source, lambda m: {"val/top1": 0.0}, lead=True
-            )
+                run, model, step_fn, source, lambda m: {"val/top1": 0.0},
+                prepare_fn=prepare_fn, lead=True,
+            )  # fmt: skip
             speeds["zoo"].append(1 / summary["samples_per_second"])
 
     def bare() -> None:

@@ -83,10 +83,14 @@ def main(config: Config) -> None:
     )
     mix = engine.Mixing(model.num_classes, config.mixup, config.cutmix, config.seed)
 
-    def step_fn(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+    def prepare_fn(batch: dict[str, Any]) -> dict[str, Any]:
         images = normalize(batch["images"], preprocessing)
         images, targets = mix(images, batch["targets"], batch["epoch"], batch["index"])
-        return F.cross_entropy(model(images), targets, label_smoothing=config.label_smoothing)
+        return {"images": images, "targets": targets}
+
+    def step_fn(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+        logits = model(batch["images"])
+        return F.cross_entropy(logits, batch["targets"], label_smoothing=config.label_smoothing)
 
     def count_fn(model: nn.Module, batch: dict[str, Any]) -> dict[str, Tensor]:
         return count(model(normalize(batch["images"], preprocessing)), batch["targets"])
@@ -96,7 +100,7 @@ def main(config: Config) -> None:
         return None if sums is None else metrics(sums)
 
     run.notes["images"] = data.report
-    engine.fit(run, model, step_fn, train, evaluate_fn, lead=mix.active)
+    engine.fit(run, model, step_fn, train, evaluate_fn, prepare_fn=prepare_fn, lead=mix.active)
 
 
 if __name__ == "__main__":

@@ -299,6 +299,8 @@ def make_source(
 class MemorySource:
     """Images decoded once to the model's size; augmented by batch."""
 
+    at_once = 512  # samples
+
     def __init__(
         self, split: Split, preprocessing: Preprocessing, augment: Augment | None, seed: int
     ) -> None:

@@ -33,6 +33,7 @@ from zoo.engine.tracking import Progress, Tracking, write_json
 from zoo.rng import derive_seed
 
 StepFn = Callable[[nn.Module, Batch], torch.Tensor]
+PrepareFn = Callable[[Batch], Batch]
 EvaluateFn = Callable[[nn.Module], "dict[str, float] | None"]
 Window = Iterable["tuple[MicroBatch, Batch]"]
 
@@ -102,6 +103,7 @@ def fit(
     source: Source,
     evaluate_fn: EvaluateFn,
     *,
+    prepare_fn: PrepareFn | None = None,
     lead: bool = False,
     best: str = "val/top1",
     save_model: Callable[[nn.Module, Any], Any] | None = None,
@@ -115,6 +117,8 @@ def fit(
             the source's tensors on the device, and `epoch` and `index` of the micro-batch.
         source: Training data.
         evaluate_fn: `(bare model) -> metrics`; None where it was asked to stop.
+        prepare_fn: `(batch) -> batch` for `step_fn`, on the device and some batches ahead: what
+            needs no model (normalising, mixing). Random numbers only by (epoch, index).
         lead: Batches start with the sample before them (for `Mixing`).
         best: Metric whose highest value marks the best checkpoint.
         save_model: `(model, folder)` writes the trained model; `zoo.save_pretrained` by default.
@@ -123,7 +127,7 @@ def fit(
         NonFiniteError: NaN or infinity in the loss or the gradient.
         SystemExit: 130 after Ctrl-C, 143 after SIGTERM; everything is saved.
     """
-    training = _prepare(run, model, step_fn, source, lead)
+    training = _prepare(run, model, step_fn, source, prepare_fn, lead)
     try:
         with run.signals():
             status = _epochs(training, evaluate_fn, best)
@@ -147,7 +151,14 @@ def fit(
     return summary
 
 
-def _prepare(run: Run, model: nn.Module, step_fn: StepFn, source: Source, lead: bool) -> Training:
+def _prepare(
+    run: Run,
+    model: nn.Module,
+    step_fn: StepFn,
+    source: Source,
+    prepare_fn: PrepareFn | None,
+    lead: bool,
+) -> Training:
     """Puts the parts together and restores the checkpoint of a resumed run."""
     options, accelerator = run.options, run.accelerator
     plan = BatchPlan(
@@ -158,15 +169,22 @@ def _prepare(run: Run, model: nn.Module, step_fn: StepFn, source: Source, lead: 
         rank=accelerator.process_index,
         seed=options.seed,
     )
+
+    def prepare(batch: Batch) -> Batch:
+        batch = move(batch, accelerator.device)
+        return prepare_fn(batch) if prepare_fn else batch
+
     pin = accelerator.device.type == "cuda"
-    loader = Loader(source, plan, workers=options.workers, lead=lead, pin_memory=pin)
+    loader = Loader(
+        source, plan, workers=options.workers, lead=lead, pin_memory=pin, prepare=prepare
+    )
     model.to(accelerator.device).train()
     if options.grad_checkpointing:
         model.set_grad_checkpointing(True)  # type: ignore[operator]
     optimizer = adamw(model, options.lr, options.weight_decay, options.layer_decay)
     ema = EMA(model, options.ema_decay) if options.ema else None
     _seed(options.seed, accelerator.process_index)
-    _allow_unused(run, _unused_parameters(run, model, step_fn, source, lead))
+    _allow_unused(run, _unused_parameters(run, model, step_fn, source, prepare, lead))
     run.open()
     if options.compile:
         model.compile()
@@ -199,7 +217,7 @@ def _seed(seed: int, rank: int) -> None:
 
 
 def _unused_parameters(
-    run: Run, model: nn.Module, step_fn: StepFn, source: Source, lead: bool
+    run: Run, model: nn.Module, step_fn: StepFn, source: Source, prepare: PrepareFn, lead: bool
 ) -> list[str]:
     """Trainable parameters that a step leaves without a gradient, tried on one small batch.
 
@@ -211,9 +229,9 @@ def _unused_parameters(
     buffers = [buffer.clone() for buffer in model.buffers()]
     size = min(len(source), 2)
     keys = [(0, i) for i in ([0] * lead + list(range(size)))]
-    batch = move(source.__getitems__(keys), run.accelerator.device)
+    batch = prepare({**source.__getitems__(keys), "epoch": 0, "index": 0})
     with torch.random.fork_rng(), run.accelerator.autocast():
-        step_fn(model, {**batch, "epoch": 0, "index": 0}).backward()
+        step_fn(model, batch).backward()
     for buffer, before in zip(model.buffers(), buffers, strict=True):
         buffer.copy_(before)
     trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
@@ -335,11 +353,9 @@ def _gradient(training: Training, window: Window) -> tuple[torch.Tensor, int]:
     accelerator = training.run.accelerator
     total = torch.zeros((), device=accelerator.device)
     size = seen = 0
-    for micro, tensors in window:
+    for micro, batch in window:
         size = micro.window
         seen += micro.part
-        batch = {**move(tensors, accelerator.device), "epoch": training.position.epoch}
-        batch["index"] = micro.index
         with nullcontext() if seen == size else accelerator.no_sync(training.wrapped):
             loss = training.step_fn(training.wrapped, batch) * micro.weight
             accelerator.backward(loss)
@@ -351,10 +367,13 @@ def _gradient_norm(training: Training) -> torch.Tensor:
     """The norm of the gradient of an update before it is clipped, once, to `clip_grad`."""
     training.run.accelerator.unscale_gradients()
     limit = training.run.options.clip_grad
-    norm = nn.utils.get_total_norm([p.grad for p in training.parameters if p.grad is not None])
-    # On a CPU it can be looked at, and most updates need no clipping; a GPU would have to wait.
-    if limit is not None and (norm.device.type != "cpu" or norm > limit):
-        nn.utils.clip_grads_with_norm_(training.parameters, limit, norm)
+    grads = [p.grad for p in training.parameters if p.grad is not None]
+    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
+    if limit is not None:
+        factor = (limit / (norm + 1e-6)).clamp(max=1)
+        # On a CPU it can be looked at, and most updates need no clipping; a GPU would have to wait.
+        if factor.device.type != "cpu" or factor < 1:
+            torch._foreach_mul_(grads, factor)
     return norm
 
 

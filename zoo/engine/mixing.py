@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from zoo.rng import seeded
+
+_BLOCK = 64  # micro-batches whose random numbers are drawn together
 
 
 class Mixing:
@@ -27,15 +31,15 @@ class Mixing:
         if min(mixup, cutmix) < 0:
             raise ValueError(f"mixup ({mixup}) and cutmix ({cutmix}) must not be negative")
         self.seed, self.active = seed, mixup > 0 or cutmix > 0
+        self._drawn: tuple[Any, list[tuple[Any, dict[str, Any]]]] = (None, [])
         if self.active:
             from torchvision.transforms import v2
 
-            kinds = [
+            self._kinds = [
                 kind(alpha=alpha, num_classes=num_classes)
                 for kind, alpha in ((v2.MixUp, mixup), (v2.CutMix, cutmix))
                 if alpha > 0
             ]
-            self._mix = v2.RandomChoice(kinds) if len(kinds) > 1 else kinds[0]
 
     def __call__(
         self, images: torch.Tensor, targets: torch.Tensor, epoch: int, index: int
@@ -46,6 +50,18 @@ class Mixing:
         """
         if not self.active:
             return images, targets
-        with seeded(self.seed, "mixing", epoch, index):
-            mixed, soft = self._mix(images, targets)
-        return mixed[1:], soft[1:]
+        kind, drawn = self._draw(images, epoch, index)
+        params = {**drawn, "labels": targets, "batch_size": len(images)}
+        return kind.transform(images, params)[1:], kind.transform(targets, params)[1:]
+
+    def _draw(self, images: torch.Tensor, epoch: int, index: int) -> tuple[Any, dict[str, Any]]:
+        """Which transform, and its random numbers, for micro-batch `index` of `epoch`."""
+        block = (epoch, index // _BLOCK, images.shape[-2:])
+        if self._drawn[0] != block:
+            with seeded(self.seed, "mixing", *block[:2]):
+                picks = torch.randint(len(self._kinds), (_BLOCK,)).tolist()
+                draws = [
+                    (self._kinds[pick], self._kinds[pick].make_params([images])) for pick in picks
+                ]
+            self._drawn = (block, draws)
+        return self._drawn[1][index % _BLOCK]

@@ -20,6 +20,7 @@ from zoo.engine.launch import (
     check_processes,
     environment,
     follow_launcher,
+    keep_memory,
     launcher_arguments,
     resume_command,
     set_threads,
@@ -157,6 +158,7 @@ def start_run(script: str, options: TrainOptions) -> Run:
     )
     _check_distribution(accelerator)
     set_threads(accelerator, command, environ)
+    keep_memory()
     follow_launcher(command)
     warning = check_processes(accelerator, command)
     if warning and accelerator.is_main_process:

@@ -99,6 +99,44 @@ def test_loader_starts_anywhere_with_the_same_batches(workers):
     assert read(1, len(whole)) == []
 
 
+class Together(Numbers):
+    at_once = 8
+
+
+@pytest.mark.parametrize("lead", [False, True])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_batches_fetched_together_are_the_same(lead, workers):
+    plan = BatchPlan(23, 3, grad_accumulation=2, seed=5)
+
+    def read(source):
+        loader = Loader(source, plan, lead=lead, workers=workers)
+        return [[b["ids"].tolist() for _, b in window] for window in loader.windows(1, 1)]
+
+    assert read(Together(23)) == read(Numbers(23))
+    if not workers:
+        sizes = []
+        source = Together(23)
+        fetch = source.__getitems__
+        source.__getitems__ = lambda keys: (sizes.append(len(keys)), fetch(keys))[1]
+        list(map(list, Loader(source, plan).windows(0)))
+        assert max(sizes) == 6, "two micro-batches of 3 fit into 8 samples"
+
+
+def test_each_batch_is_prepared_once_and_knows_its_place():
+    seen = []
+
+    def prepare(batch):
+        seen.append((batch["epoch"], batch["index"], batch["ids"].tolist()))
+        return {"doubled": 2 * batch["ids"]}
+
+    plan = BatchPlan(10, 2, seed=0)
+    loader = Loader(Together(10), plan, prepare=prepare)
+    doubled = [b["doubled"].tolist() for window in loader.windows(3) for _, b in window]
+    assert [index for _, index, _ in seen] == list(range(5))
+    assert {epoch for epoch, _, _ in seen} == {3}
+    assert doubled == [[2 * i for i in ids] for _, _, ids in seen]
+
+
 def test_loader_leaves_the_global_generator_alone():
     loader = Loader(Numbers(8), BatchPlan(8, 2), workers=0)
     state = torch.get_rng_state()
