@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -91,6 +92,9 @@ class Preprocessing:
         return cls(**_checked_fields(cls, data, required={"size", "mean", "std"}))
 
 
+_FREE_OPTIONS = re.compile(r"num_classes|in_chans|img_size|.*drop.*_rate|drop_rate")
+
+
 @dataclass(frozen=True)
 class ModelCard:
     """Everything about a model that is not a tensor.
@@ -143,6 +147,19 @@ class ModelCard:
         options = {**self.options, **options}
         kept = options.get("num_classes") == self.options.get("num_classes")
         return replace(self, options=options, class_names=self.class_names if kept else None)
+
+    def differences(self, other: ModelCard) -> dict[str, tuple[Any, Any]]:
+        """Options that both have, with other values: name -> (here, there).
+
+        Leaves out those that change no output of a trained model or that loading adapts.
+        """
+        return {
+            name: (value, other.options[name])
+            for name, value in self.options.items()
+            if name in other.options
+            and other.options[name] != value
+            and not _FREE_OPTIONS.fullmatch(name)
+        }
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types."""

@@ -187,11 +187,22 @@ class Merge:
         lines.append(f"  likely cause: {self._cause(only_model, only_source)}")
         return "\n".join(lines)
 
+    def _other_options(self) -> str:
+        card = getattr(self.model, "card", None)
+        if self.source.card is None or not isinstance(card, ModelCard):
+            return ""
+        return "; ".join(
+            f"{name} is {theirs!r} there, {ours!r} here"
+            for name, (theirs, ours) in self.source.card.differences(card).items()
+        )
+
     def _cause(self, only_model: list[str], only_source: list[str]) -> str:
         theirs = self.source.card.architecture if self.source.card else None
         ours = getattr(getattr(self.model, "card", None), "architecture", None)
         if theirs and ours and theirs != ours:
             return f"the source is a {theirs}, the model a {ours}"
+        if different := self._other_options():
+            return f"other options: {different}"
         for key in only_source:
             if prefix := _prefix_that_fits(key, only_model):
                 return f"the source's keys carry the prefix {prefix!r}"

@@ -19,7 +19,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import re
 import shutil
 import uuid
 from collections.abc import Iterable, Mapping
@@ -53,9 +52,6 @@ __all__ = [
     "save_pretrained",
     "unwrap",
 ]
-
-# Options that change no output of a trained model, or that loading adapts.
-_FREE_OPTIONS = re.compile(r"num_classes|in_chans|img_size|.*drop.*_rate|drop_rate")
 
 
 def save_pretrained(model: nn.Module, folder: str | os.PathLike[str]) -> Path:
@@ -254,12 +250,7 @@ def _check_options(model: nn.Module, source: Source, allowed: set[str]) -> None:
     if source.card is None or not isinstance(card, ModelCard):
         return
     different = {
-        name: (value, card.options[name])
-        for name, value in source.card.options.items()
-        if name in card.options
-        and card.options[name] != value
-        and name not in allowed
-        and not _FREE_OPTIONS.fullmatch(name)
+        name: pair for name, pair in source.card.differences(card).items() if name not in allowed
     }
     if different:
         shown = "; ".join(f"{k}: {a!r} there, {b!r} here" for k, (a, b) in different.items())

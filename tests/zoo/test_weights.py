@@ -411,6 +411,18 @@ def test_misfits_show_both_sides(options: dict[str, Any], said: str, tmp_path: P
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
+@pytest.mark.parametrize("option", [{"position": "sincos"}, {"qk_norm": True}, {"depth": 1}])
+def test_another_option_is_named_as_the_cause(tmp_path: Path, option: dict[str, Any]) -> None:
+    zoo.save_pretrained(make(), tmp_path / "m")
+    (name,) = option
+    with pytest.raises(WeightsError, match=f"other options: {name} is .* there"):
+        zoo.create_model(
+            NAME,
+            pretrained=f"local-dir:{tmp_path / 'm'}",
+            **{"depth": 2, "class_token": True, "global_pool": "token", **option},
+        )
+
+
 def test_prefix_of_a_larger_model_is_the_cause(tmp_path: Path) -> None:
     tensors = {f"visual.{key}": value for key, value in make().state_dict().items()}
     save_file(tensors, tmp_path / "clip.safetensors")
