@@ -32,8 +32,18 @@ class Config(engine.TrainOptions):
     lr: float = 2e-3
     img_size: int | tuple[int, int] | None = None
     """Rows and columns, or one number for both; the model's own by default."""
-    position: Literal["learned", "sincos", "none"] | None = None
-    """Position embedding; the model's own by default."""
+    attention: str | None = None
+    """Attention kind, see `zoo.layers.list_attention()`; the model's own by default."""
+    attention_options: dict[str, int | float | str] | None = None
+    """Options of that kind as names and values: --attention-options window 3 shift 1."""
+    position: Literal["learned", "sincos", "none", "relative", "rope", "prior"] | None = None
+    """Positions; the model's own by default."""
+    num_heads: int | None = None
+    """Attention heads; the model's own by default."""
+    head_dim: int | None = None
+    """Width of a head; the model's width over the number of heads by default."""
+    temperature: str = "1"
+    """Divides attention scores: a number, START:END over the run (2:0.5), or learned (by head)."""
     drop_path_rate: float = 0.0
     """Stochastic depth, rising linearly to this at the last block."""
     label_smoothing: float = 0.1
@@ -58,19 +68,29 @@ class Config(engine.TrainOptions):
                 f"label_smoothing ({self.label_smoothing}) and drop_path_rate "
                 f"({self.drop_path_rate}) must lie in [0, 1)"
             )
+        if self.compile and ":" in self.temperature:
+            raise ValueError(
+                f"temperature {self.temperature!r} changes in each update, for which compile would "
+                "translate the model anew: drop one of the two"
+            )
 
 
 def main(config: Config) -> None:
+    temperature, schedule_fn = engine.temperature_schedule(config.temperature)
     run = engine.start_run(__file__, config)
     data = vision.load_dataset(config.data, bad_images=config.bad_images)
+    own = {key: getattr(config, key) for key in ("attention_options", "num_heads", "head_dim")}
     model: Any = zoo.create_model(
         config.model,
         pretrained=config.pretrained or False,
         class_names=data.class_names,
         in_chans=data.in_chans,
         img_size=config.img_size,
+        attention=config.attention,
         position=config.position,
+        temperature=temperature,
         drop_path_rate=config.drop_path_rate,
+        **{name: value for name, value in own.items() if value is not None},
     )
     preprocessing = model.card.preprocessing
     augment = vision.Augment(spatial=config.spatial, hflip=config.hflip, policy=config.policy)
@@ -100,7 +120,16 @@ def main(config: Config) -> None:
         return None if sums is None else metrics(sums)
 
     run.notes["images"] = data.report
-    engine.fit(run, model, step_fn, train, evaluate_fn, prepare_fn=prepare_fn, lead=mix.active)
+    engine.fit(
+        run,
+        model,
+        step_fn,
+        train,
+        evaluate_fn,
+        prepare_fn=prepare_fn,
+        schedule_fn=schedule_fn,
+        lead=mix.active,
+    )
 
 
 if __name__ == "__main__":

@@ -15,8 +15,9 @@ PACKAGES = ["zoo", "vision", "crossmodal", "recipes"]  # each may import those b
 # Floors inside zoo, lowest first; each may import its own floor and those below.
 FLOORS = [
     {"rng", "layers", "card"},
-    {"registry", "weights", "sources", "merge", "preprocess", "diagnostics"},
+    {"registry", "weights", "sources", "merge", "preprocess", "diagnostics", "surgery"},
     {"engine"},
+    {"ablation"},
 ]
 LIGHT = {"torch", "einops", "zoo", *sys.stdlib_module_names}  # what zoo may import at module level
 FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))

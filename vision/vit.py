@@ -20,11 +20,22 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from zoo.card import ModelCard, Preprocessing
-from zoo.layers import AttentionPool, Block, checkpoint_block, create_attention, sincos_2d
+from zoo.layers import (
+    AttentionPool,
+    Block,
+    PriorBias,
+    RelativeBiasGrid,
+    Rope,
+    checkpoint_block,
+    create_attention,
+    sincos_2d,
+)
+from zoo.layers.factory import geometry
+from zoo.layers.multihead import head_width
 from zoo.registry import records_options, register_model
 
 POOLS = ("token", "avg", "map", "")
-POSITIONS = ("learned", "sincos", "none")
+POSITIONS = ("learned", "sincos", "none", "relative", "rope", "prior")
 ACTIVATIONS: dict[str, Any] = {"gelu": nn.GELU, "gelu_tanh": partial(nn.GELU, approximate="tanh")}
 
 
@@ -93,7 +104,11 @@ class VisionTransformer(nn.Module):
         norm_eps: Epsilon of the norms.
         act: One of `ACTIVATIONS`.
         attention: Attention kind, one of `zoo.layers.list_attention()`.
-        position: `learned`, `sincos` (fixed, on the grid only) or `none`.
+        attention_options: Further options of that kind. What follows from the model is filled in:
+            the grid, the prefix tokens as global ones, the longest sequence.
+        position: `learned`, `sincos` (fixed, on the grid only), `none`, or one in each block:
+            `relative` (a bias by offset), `rope` (axial rotation), `prior` (a bias by place).
+        temperature: Divides the attention scores: a number, or "learned" (one per head).
         drop_rate: Dropout before the classifier.
         proj_drop_rate: Dropout after the projections of attention and MLP.
         attn_drop_rate: Dropout of attention weights.
@@ -126,7 +141,9 @@ class VisionTransformer(nn.Module):
         norm_eps: float = 1e-6,
         act: str = "gelu",
         attention: str = "full",
+        attention_options: dict[str, Any] | None = None,
         position: str = "learned",
+        temperature: float | str = 1.0,
         drop_rate: float = 0.0,
         proj_drop_rate: float = 0.0,
         attn_drop_rate: float = 0.0,
@@ -174,6 +191,11 @@ class VisionTransformer(nn.Module):
                         attn_drop=attn_drop_rate,
                         proj_drop=proj_drop_rate,
                         norm_layer=norm_layer,
+                        **({} if temperature == 1.0 else {"temperature": temperature}),
+                        **self._attention_options(attention, attention_options, layer),
+                        **self._position_option(
+                            position, num_heads, head_width(embed_dim, num_heads, head_dim)
+                        ),
                     ),
                     norm_layer=norm_layer,
                     act_layer=ACTIVATIONS[act],
@@ -212,6 +234,24 @@ class VisionTransformer(nn.Module):
             self.no_embed_class = True
         else:
             self.pos_embed = None
+
+    def _attention_options(
+        self, kind: str, options: dict[str, Any] | None, layer: int
+    ) -> dict[str, Any]:
+        """The options of a kind, with those that follow from the model's geometry filled in."""
+        known = geometry(kind, self.patch_embed.grid_size, self.num_prefix_tokens, layer)
+        return {**known, **(options or {})}
+
+    def _position_option(self, position: str, num_heads: int, head_dim: int) -> dict[str, Any]:
+        """A position inside the attention of one block."""
+        grid, prefix = self.patch_embed.grid_size, self.num_prefix_tokens
+        if position == "relative":
+            return {"bias": RelativeBiasGrid(num_heads, grid, prefix)}
+        if position == "prior":
+            return {"bias": PriorBias(num_heads, grid, prefix)}
+        if position == "rope":
+            return {"rope": Rope(head_dim, grid=grid, num_prefix_tokens=prefix)}
+        return {}
 
     def init_weights(self) -> None:
         """timm's initialisation: its truncation at 100 deviations never bites, so it is normal."""
@@ -369,8 +409,11 @@ class VisionTransformer(nn.Module):
 
     def no_weight_decay(self) -> set[str]:
         """Names of the positions and tokens, which weight decay leaves alone."""
-        names = {"pos_embed", "cls_token", "reg_token", "attn_pool.latent"}
-        return names & {name for name, _ in self.named_parameters()}
+        alone = ("pos_embed", "cls_token", "reg_token", "latent")
+        biases = ("relative_position_bias_table", "prior")
+        return {
+            name for name, _ in self.named_parameters() if name.split(".")[-1] in alone + biases
+        }
 
     @property
     def num_layers(self) -> int:
@@ -390,8 +433,12 @@ class VisionTransformer(nn.Module):
 
     def position_grids(self) -> dict[str, tuple[int, int]]:
         """Grid of each learned position embedding, for resampling; see `zoo.weights`."""
-        learned = isinstance(self.pos_embed, nn.Parameter)
-        return {"pos_embed": self.patch_embed.grid_size} if learned else {}
+        tables = ("pos_embed", "relative_position_bias_table", "prior")
+        return {
+            name: self.patch_embed.grid_size
+            for name, _ in self.named_parameters()
+            if name.split(".")[-1] in tables
+        }
 
 
 def _init_linear(linear: nn.Linear) -> None:

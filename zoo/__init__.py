@@ -27,6 +27,7 @@ __all__ = [
     "list_models",
     "load_pretrained",
     "register_model",
+    "replace_attention",
     "save_pretrained",
     "transforms",
 ]
@@ -40,11 +41,12 @@ _HOMES = {
     "create_model": "zoo.registry",
     "list_models": "zoo.registry",
     "register_model": "zoo.registry",
+    "replace_attention": "zoo.surgery",
     "LoadReport": "zoo.weights",
     "load_pretrained": "zoo.weights",
     "save_pretrained": "zoo.weights",
 }
-_PARTS = ("diagnostics", "engine", "layers")  # `zoo.layers` works after `import zoo`
+_PARTS = ("ablation", "diagnostics", "engine", "layers")  # `zoo.layers` works after `import zoo`
 
 
 def __getattr__(name: str) -> Any:

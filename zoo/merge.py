@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from zoo.card import ModelCard
-from zoo.layers import resample_grid
+from zoo.layers import resample_grid, resample_prior, resample_table
 from zoo.sources import Source, listed
 
 _PREFIXES = ("module.", "_orig_mod.")
@@ -79,8 +79,12 @@ class Merge:
         if value is None:
             if key in self.head and not any(k in self.tensors for k in self.head):
                 self.reinitialized[key] = "the source has no classifier"
+            elif ".core." in key:
+                self.reinitialized[key] = "the source has another kind of attention"
         elif key in self.grids and value.ndim == 3:
             self._positions(key, value)
+        elif key in self.grids and value.ndim == 2:
+            self._position_bias(key, value)
         elif key in self.head:
             self._classifier(key, value)
         elif value.shape == wanted.shape:
@@ -118,6 +122,27 @@ class Merge:
             )
             return
         resized = resample_grid(value, old_grid, new_grid, num_prefix_tokens=prefix)
+        self._take(key, resized)
+        if old_grid != new_grid:
+            self.resized[key] = f"grid {_grid(old_grid)} -> {_grid(new_grid)}"
+
+    def _position_bias(self, key: str, value: Tensor) -> None:
+        wanted, new_grid = self.state[key], self.grids[key]
+        old_grid = self.source.position_grids.get(key, new_grid)
+        try:
+            if key.endswith("relative_position_bias_table"):
+                resized = resample_table(value, old_grid, new_grid)
+            else:
+                prefix = wanted.shape[0] - math.prod(new_grid)
+                resized = resample_prior(value, old_grid, new_grid, num_prefix_tokens=prefix)
+        except ValueError:
+            resized = value
+        if resized.shape != wanted.shape:
+            self.misfits[key] = (
+                f"{_shape(value)} in the source, {_shape(wanted)} in the model, with a grid of "
+                f"{_grid(old_grid)} there and {_grid(new_grid)} here"
+            )
+            return
         self._take(key, resized)
         if old_grid != new_grid:
             self.resized[key] = f"grid {_grid(old_grid)} -> {_grid(new_grid)}"

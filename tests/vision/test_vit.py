@@ -13,6 +13,8 @@ from torch.nn import functional as F
 
 import zoo
 from vision import VisionTransformer
+from zoo.layers import list_attention
+from zoo.layers.factory import build_core
 
 SHARED = [name for name in zoo.list_models("vit_*") if name in set(timm.list_models("vit_*"))]
 MODERATE = [name for name in SHARED if "large" not in name]
@@ -327,3 +329,60 @@ def test_export_keeps_the_batch_free(pool):
     program = torch.export.export(model, (torch.randn(3, 3, 32, 32),), dynamic_shapes=({0: batch},))
     x = torch.randn(5, 3, 32, 32)
     torch.testing.assert_close(program.module()(x), model(x))
+
+
+@pytest.mark.parametrize("position", ["none", "learned", "sincos", "relative", "rope", "prior"])
+@pytest.mark.parametrize("attention", list_attention())
+def test_every_kind_with_every_position(attention, position, tmp_path):
+    options = {"class_token": True, "global_pool": "token", "reg_tokens": 1, "img_size": (32, 48)}
+    options |= {"depth": 2, "attention": attention, "position": position}
+    if position in ("relative", "prior") and not build_core(attention, 1, 4).biases:
+        with pytest.raises(ValueError, match=rf"{attention}.*no scores to add a bias to"):
+            zoo.create_model("vit_micro_patch4_32", **options)
+        return
+    torch.manual_seed(0)
+    model = zoo.create_model("vit_micro_patch4_32", **options).eval()
+    images = torch.randn(2, 3, 32, 48)
+    model(images).sum().backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+    zoo.save_pretrained(model, tmp_path / "m")
+    again = zoo.create_model(f"local-dir:{tmp_path / 'm'}").eval()
+    assert torch.equal(again(images), model(images))
+    if position in ("learned", "relative", "prior", "rope") and attention in ("full", "window"):
+        other = zoo.create_model("vit_micro_patch4_32", **{**options, "img_size": (64, 32)})
+        report = zoo.load_pretrained(other, f"local-dir:{tmp_path / 'm'}")
+        tables = {"learned": 1, "relative": 2, "prior": 2, "rope": 0}[position]
+        assert list(report.resized.values()) == ["grid 8x12 -> 16x8"] * tables
+        assert report.matched_fraction == 1
+
+
+@pytest.mark.parametrize("position", ["none", "learned", "sincos", "relative", "rope", "prior"])
+def test_order_is_seen_with_positions_only(position):
+    """Swapping patches permutes what a model without positions gives, and changes all others."""
+    torch.manual_seed(0)
+    model = zoo.create_model("vit_micro_patch4_32", position=position, depth=2).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    images = torch.randn(1, 3, 32, 32)
+    swapped = torch.cat([images[..., 16:], images[..., :16]], -1)  # patches change places
+    same = torch.allclose(model(images), model(swapped), atol=1e-4)
+    assert same == (position == "none")
+
+
+def test_relative_tables_are_those_of_timm():
+    """With copied weights the logits equal timm's BEiT-like attention block by block."""
+    from timm.layers import RelPosBias
+
+    model = zoo.create_model("vit_micro_patch4_32", position="relative", class_token=True)
+    bias = model.blocks[0].attn.bias
+    other = RelPosBias((8, 8), 4, prefix_tokens=1)
+    other.relative_position_bias_table.data.copy_(bias.relative_position_bias_table)
+    torch.testing.assert_close(bias.lower(65, 65), other.get_bias())
+
+
+def test_layer_decay_and_weight_decay_know_the_new_parameters():
+    model = zoo.create_model("vit_micro_patch4_32", position="prior", temperature="learned")
+    alone = model.no_weight_decay()
+    assert "blocks.3.attn.bias.prior" in alone
+    assert all(0 <= model.layer_index(n) <= model.num_layers for n, _ in model.named_parameters())

@@ -11,6 +11,7 @@ from zoo.engine.mixing import Mixing
 from zoo.engine.optim import EMA, adamw, parameter_groups, warmup_cosine
 from zoo.engine.options import TrainOptions
 from zoo.engine.run import Run, start_run
+from zoo.engine.temperature import temperature_schedule
 
 __all__ = [
     "EMA",
@@ -28,5 +29,6 @@ __all__ = [
     "fit",
     "parameter_groups",
     "start_run",
+    "temperature_schedule",
     "warmup_cosine",
 ]

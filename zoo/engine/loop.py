@@ -34,6 +34,7 @@ from zoo.rng import derive_seed
 
 StepFn = Callable[[nn.Module, Batch], torch.Tensor]
 PrepareFn = Callable[[Batch], Batch]
+ScheduleFn = Callable[[nn.Module, float], None]
 EvaluateFn = Callable[[nn.Module], "dict[str, float] | None"]
 Window = Iterable["tuple[MicroBatch, Batch]"]
 
@@ -76,6 +77,7 @@ class Training:
     optimizer: Any
     ema: EMA | None
     step_fn: StepFn
+    schedule_fn: ScheduleFn | None
     loader: Loader
     position: Position
     tracking: Tracking
@@ -104,6 +106,7 @@ def fit(
     evaluate_fn: EvaluateFn,
     *,
     prepare_fn: PrepareFn | None = None,
+    schedule_fn: ScheduleFn | None = None,
     lead: bool = False,
     best: str = "val/top1",
     save_model: Callable[[nn.Module, Any], Any] | None = None,
@@ -119,6 +122,8 @@ def fit(
         evaluate_fn: `(bare model) -> metrics`; None where it was asked to stop.
         prepare_fn: `(batch) -> batch` for `step_fn`, on the device and some batches ahead: what
             needs no model (normalising, mixing). Random numbers only by (epoch, index).
+        schedule_fn: `(bare model, progress)` before each update, with 0 at the first and 1 at the
+            last: for what changes over a run besides the learning rate.
         lead: Batches start with the sample before them (for `Mixing`).
         best: Metric whose highest value marks the best checkpoint.
         save_model: `(model, folder)` writes the trained model; `zoo.save_pretrained` by default.
@@ -127,7 +132,8 @@ def fit(
         NonFiniteError: NaN or infinity in the loss or the gradient.
         SystemExit: 130 after Ctrl-C, 143 after SIGTERM; everything is saved.
     """
-    training = _prepare(run, model, step_fn, source, prepare_fn, lead)
+    training = _prepare(run, model, step_fn, source, prepare_fn, schedule_fn, lead)
+    training.progress.say(_opening(training))
     try:
         with run.signals():
             status = _epochs(training, evaluate_fn, best)
@@ -148,7 +154,27 @@ def fit(
             f"Continue with:\n  {run.resume_command}"
         )
         sys.exit(128 + run.stop_signal)
+    training.progress.say(_closing(training, best))
     return summary
+
+
+def _opening(training: Training) -> str:
+    position, run = training.position, training.run
+    if position.step == training.total:
+        return f"{run.folder} is complete; nothing is left to train"
+    where = f" from step {position.step} of {training.total}" if position.step else ""
+    return f"{'resuming' if position.step else 'training'} in {run.folder}{where}"
+
+
+def _closing(training: Training, best: str) -> str:
+    position, folder = training.position, training.run.folder
+    found = position.best_epoch is not None
+    return f"the trained model is in {folder / 'model'}" + (
+        f"; best {best} {position.best:.4g} after epoch {position.best_epoch}: "
+        f"{folder / 'checkpoints' / 'best.pt'}"
+        if found and position.best_epoch != position.epoch
+        else ""
+    )
 
 
 def _prepare(
@@ -157,6 +183,7 @@ def _prepare(
     step_fn: StepFn,
     source: Source,
     prepare_fn: PrepareFn | None,
+    schedule_fn: ScheduleFn | None,
     lead: bool,
 ) -> Training:
     """Puts the parts together and restores the checkpoint of a resumed run."""
@@ -192,7 +219,7 @@ def _prepare(
     position = _restore(run, model, optimizer, ema, len(source))
     if accelerator.is_main_process:
         forget_after(run.folder / "checkpoints", position.step)
-    return Training(
+    training = Training(
         run=run,
         model=model,
         parameters=list(model.parameters()),
@@ -200,6 +227,7 @@ def _prepare(
         optimizer=optimizer,
         ema=ema,
         step_fn=step_fn,
+        schedule_fn=schedule_fn,
         loader=loader,
         position=position,
         tracking=Tracking(accelerator, run.folder, position.step, position.epoch),
@@ -209,6 +237,8 @@ def _prepare(
         started=time.perf_counter(),
         metrics=run.checkpoint[1]["metrics"] if run.checkpoint else {},
     )
+    _follow_schedule(training, max(0, position.step - 1))  # an evaluation may come first
+    return training
 
 
 def _seed(seed: int, rank: int) -> None:
@@ -313,6 +343,7 @@ def _update(training: Training, window: Window, delayed: _Delayed) -> bool:
     accelerator, position = training.run.accelerator, training.position
     lr = _learning_rate(training)
     set_lr(training.optimizer.param_groups, lr)
+    _follow_schedule(training, position.step)
     loss, size = _gradient(training, window)
     norm = _gradient_norm(training)
     wish = torch.tensor(float(training.run.stopping()), device=loss.device)
@@ -331,6 +362,12 @@ def _update(training: Training, window: Window, delayed: _Delayed) -> bool:
     position.step += 1
     position.samples += size
     return stop
+
+
+def _follow_schedule(training: Training, step: int) -> None:
+    if training.schedule_fn is not None:
+        for model in {id(m): m for m in (training.model, training.evaluated)}.values():
+            training.schedule_fn(model, step / max(1, training.total - 1))
 
 
 def _learning_rate(training: Training) -> float:

@@ -9,6 +9,7 @@ Shapes: b batch, h heads, i/j query/key positions, e head width.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from zoo.layers.mask import Causal, Mask, MaskLike
+from zoo.layers.mask import Causal, Mask, MaskLike, Padding
 from zoo.layers.tap import Tap
 
 _explicit_depth = 0
@@ -39,6 +40,7 @@ def attend(
     v: Tensor,
     mask: MaskLike = None,
     *,
+    bias: Tensor | None = None,
     scale: float | None = None,
     dropout_p: float = 0.0,
     tap: Tap | None = None,
@@ -48,6 +50,7 @@ def attend(
 
     Args:
         mask: None, a `Mask`, or a bool tensor broadcastable to (b h i j); True = may attend.
+        bias: Added to the scaled scores; float, broadcastable to (b h i j).
         scale: Factor on the scores; by default 1 / sqrt(e).
         dropout_p: Dropout rate of the weights; 0 outside training.
         tap: Shown the weights before dropout, if observed. Never changes the output.
@@ -57,23 +60,30 @@ def attend(
     _check(q, k, v)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if tap is not None and tap.active:
-        tap.record(lambda: attention_weights(q, k, mask, scale=scale))
+        tap.record(lambda: attention_weights(q, k, mask, bias=bias, scale=scale))
     explicit = fused is False or _explicit_depth > 0
     mask = Mask.of(mask)
-    if isinstance(mask, Causal) and q.shape[-2] == k.shape[-2] and not explicit:
-        return F.scaled_dot_product_attention(
-            q, k, v, dropout_p=dropout_p, is_causal=True, scale=scale
-        )
+    if bias is None and not explicit:
+        if isinstance(mask, Causal) and q.shape[-2] == k.shape[-2]:
+            return _fused(q, k, v, None, dropout_p, scale, causal=True)
+        lengths = _lengths(mask, q, k)
+        if lengths is not None:
+            return _by_length(q, k, v, *lengths, dropout_p, scale)
     kernel = _explicit if explicit else _fused
     if mask is None:
-        return kernel(q, k, v, None, dropout_p, scale)
+        return kernel(q, k, v, bias, dropout_p, scale)
     allowed, empty, unseen = _lower(mask, q, k)
     q, k, v = q.masked_fill(empty, 0), k.masked_fill(unseen, 0), v.masked_fill(unseen, 0)
-    return kernel(q, k, v, allowed, dropout_p, scale).masked_fill(empty, 0)
+    return kernel(q, k, v, _scores(allowed, bias, q), dropout_p, scale).masked_fill(empty, 0)
 
 
 def attention_weights(
-    q: Tensor, k: Tensor, mask: MaskLike = None, *, scale: float | None = None
+    q: Tensor,
+    k: Tensor,
+    mask: MaskLike = None,
+    *,
+    bias: Tensor | None = None,
+    scale: float | None = None,
 ) -> Tensor:
     """The weights that `attend` gives to the values, in fp32; rows sum to 1, or 0 where empty.
 
@@ -84,33 +94,123 @@ def attention_weights(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     mask = Mask.of(mask)
     if mask is None:
-        return _softmax(q, k, None, scale)
+        return _softmax(q, k, bias, scale)
     allowed, empty, unseen = _lower(mask, q, k)
     q, k = q.masked_fill(empty, 0), k.masked_fill(unseen, 0)
-    return _softmax(q, k, allowed, scale).masked_fill(empty, 0)
+    return _softmax(q, k, _scores(allowed, bias, q), scale).masked_fill(empty, 0)
+
+
+def attend_scores(
+    scores: Tensor,
+    v: Tensor,
+    mask: MaskLike = None,
+    *,
+    dropout_p: float = 0.0,
+    tap: Tap | None = None,
+) -> Tensor:
+    """(b h i j), (b h j e) -> (b h i e): the same for scores that are no dot products."""
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    mask, empty = Mask.of(mask), None
+    if mask is not None:
+        allowed, empty, unseen = _lower(mask, scores, v)
+        scores = scores.masked_fill(~allowed, float("-inf")).masked_fill(empty, 0)
+        v = v.masked_fill(unseen, 0)
+    weights = scores.softmax(-1)
+    if empty is not None:
+        weights = weights.masked_fill(empty, 0)
+    if tap is not None:
+        tap.record(lambda: weights)
+    with _without_autocast(v):
+        return (F.dropout(weights, dropout_p) @ v.to(weights.dtype)).to(v.dtype)
 
 
 def _fused(
-    q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, dropout_p: float, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scores: Tensor | None,
+    dropout_p: float,
+    scale: float,
+    causal: bool = False,
 ) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, allowed, dropout_p, scale=scale)
+    return F.scaled_dot_product_attention(q, k, v, scores, dropout_p, is_causal=causal, scale=scale)
 
 
 def _explicit(
-    q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, dropout_p: float, scale: float
+    q: Tensor, k: Tensor, v: Tensor, scores: Tensor | None, dropout_p: float, scale: float
 ) -> Tensor:
-    weights = F.dropout(_softmax(q, k, allowed, scale), dropout_p)
+    weights = F.dropout(_softmax(q, k, scores, scale), dropout_p)
     with _without_autocast(q):
         return (weights @ v.to(weights.dtype)).to(v.dtype)
 
 
-def _softmax(q: Tensor, k: Tensor, allowed: Tensor | None, scale: float) -> Tensor:
+def _softmax(q: Tensor, k: Tensor, added: Tensor | None, scale: float) -> Tensor:
     dtype = torch.promote_types(q.dtype, torch.float32)
     with _without_autocast(q):
         scores = (q.to(dtype) * scale) @ k.to(dtype).transpose(-2, -1)  # b h i j
-    if allowed is not None:
-        scores = scores.masked_fill(~allowed, float("-inf"))
+    if added is not None and added.dtype == torch.bool:
+        scores = scores.masked_fill(~added, float("-inf"))
+    elif added is not None:
+        scores = scores + added
     return scores.softmax(-1)
+
+
+def _scores(allowed: Tensor, bias: Tensor | None, q: Tensor) -> Tensor:
+    """What a kernel adds to the scores: the mask alone, or the bias with -inf where forbidden."""
+    return allowed if bias is None else bias.to(q.dtype).masked_fill(~allowed, float("-inf"))
+
+
+_RAGGED_FROM = 256  # keys; below, one masked call is faster than a call a sample
+
+
+def _lengths(mask: Mask | None, q: Tensor, k: Tensor) -> tuple[list[int], bool] | None:
+    """Key counts of the samples, and whether causal, where that is all that the mask says.
+
+    On a CPU a mask tensor becomes floats (b h i j) inside the kernel; cutting each sample to its
+    length needs none. On a GPU the lengths would have to be waited for.
+    """
+    i, j = q.shape[-2], k.shape[-2]
+    rules = [] if mask is None else mask.rules()
+    padding = [rule.lengths for rule in rules if isinstance(rule, Padding)]
+    causal = len(rules) > len(padding)
+    if not padding or q.device.type != "cpu" or j < _RAGGED_FROM or (causal and i != j):
+        return None
+    if not all(isinstance(rule, (Padding, Causal)) for rule in rules):
+        return None
+    if any(len(lengths) not in (1, len(q)) for lengths in padding):
+        return None  # `_lower` says what is wrong
+    shortest = functools.reduce(torch.minimum, padding).expand(len(q))
+    return shortest.clamp(0, j).tolist(), causal
+
+
+def _by_length(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: list[int],
+    causal: bool,
+    dropout_p: float,
+    scale: float,
+) -> Tensor:
+    """Each sample attends to its own first keys, with no mask; queries beyond them see all."""
+    outputs = []
+    for sample, length in enumerate(lengths):
+        one, keys, values = (
+            x[sample : sample + 1, :, :end] for x, end in ((q, None), (k, length), (v, length))
+        )
+        if length == 0:
+            outputs.append(v.new_zeros(1, *q.shape[1:3], v.shape[-1]))
+        elif causal:
+            early = _fused(one[:, :, :length], keys, values, None, dropout_p, scale, causal=True)
+            late = one[:, :, length:]
+            outputs.append(
+                torch.cat([early, _fused(late, keys, values, None, dropout_p, scale)], 2)
+                if late.shape[2]
+                else early
+            )
+        else:
+            outputs.append(_fused(one, keys, values, None, dropout_p, scale))
+    return torch.cat(outputs)
 
 
 def _lower(mask: Mask, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:

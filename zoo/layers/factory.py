@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from difflib import get_close_matches
 from typing import Any, TypeVar
 
 from torch import nn
 
-from zoo.layers.multihead import CrossAttention, SelfAttention
+from zoo.layers.core import Additive, Core, Dot, Full
+from zoo.layers.multihead import CrossAttention, MultiHead, SelfAttention, head_width
 
-AttentionFactory = TypeVar("AttentionFactory", bound=Callable[..., nn.Module])
+Kind = TypeVar("Kind", bound=Callable[..., nn.Module])
 
 _kinds: dict[str, Callable[..., nn.Module]] = {}
 
 
-def register_attention(name: str) -> Callable[[AttentionFactory], AttentionFactory]:
-    """Makes `factory(dim, num_heads, **options)` available as `create_attention(name, ...)`."""
+def register_attention(name: str) -> Callable[[Kind], Kind]:
+    """Makes a kind available as `create_attention(name, dim, num_heads, **options)`.
 
-    def register(factory: AttentionFactory) -> AttentionFactory:
+    Decorates a subclass of `Core`, which gets the usual projections around it, or a function
+    `(dim, num_heads, **options)` that returns a whole module.
+    """
+
+    def register(kind: Kind) -> Kind:
         if name in _kinds:
             raise ValueError(
-                f"attention kind {name!r} of {factory.__module__} is already registered by "
+                f"attention kind {name!r} of {kind.__module__} is already registered by "
                 f"{_kinds[name].__module__}"
             )
-        _kinds[name] = factory
-        return factory
+        _kinds[name] = kind
+        if _is_core(kind):
+            kind.registered_name = name  # type: ignore[attr-defined]
+        return kind
 
     return register
 
@@ -35,20 +43,95 @@ def list_attention() -> list[str]:
     return sorted(_kinds)
 
 
+def kinds_with_mask(rule: str) -> list[str]:
+    """The kinds that can follow a rule: padding, causal, segment or dense."""
+    return [name for name in list_attention() if rule in supported_masks(name)]
+
+
+def supported_masks(kind: str) -> tuple[str, ...]:
+    """The rules that a kind can follow; see `Mask.kind`."""
+    _check_known(kind)
+    return getattr(_kinds[kind], "masks", ())
+
+
 def create_attention(kind: str, dim: int, num_heads: int = 8, **options: Any) -> nn.Module:
-    """A module called as `attn(x, context=None, mask=None)`; options are those of the kind."""
+    """A module called as `attn(x, context=None, mask=None)`.
+
+    Args:
+        kind: One of `list_attention()`.
+        dim: Width of the tokens.
+        num_heads: Heads of the queries.
+        options: Those of `MultiHead` and of the kind's core. With `dim_context` the module attends
+            to a context, without to its own sequence.
+
+    Raises:
+        ValueError: an unknown kind, or an illegal value.
+        TypeError: an unknown option.
+    """
+    _check_known(kind)
+    if not _is_core(_kinds[kind]):
+        return _kinds[kind](dim, num_heads, **options)
+    own, shared = core_options(kind), _parameters(MultiHead)
+    for name in options:
+        if name not in own + shared:
+            raise TypeError(
+                f"attention kind {kind!r} has no option {name!r}; its own: "
+                f"{', '.join(own) or 'none'}; of every kind: {', '.join(shared)}"
+            )
+    head_dim = head_width(dim, num_heads, options.get("head_dim"))
+    core = build_core(kind, num_heads, head_dim, **{k: options[k] for k in options if k in own})
+    rest = {name: value for name, value in options.items() if name not in own}
+    if options.get("dim_context") is None:
+        rest.pop("dim_context", None)
+        return SelfAttention(dim, num_heads, core=core, **rest)
+    return CrossAttention(dim, num_heads, core=core, **rest)
+
+
+def build_core(kind: str, num_heads: int, head_dim: int, **options: Any) -> Core:
+    """The core of a kind, without projections."""
+    _check_known(kind)
+    if not _is_core(_kinds[kind]):
+        raise ValueError(f"attention kind {kind!r} is a whole module and has no core")
+    return _kinds[kind](num_heads, head_dim, **options)  # type: ignore[return-value]
+
+
+def _check_known(kind: str) -> None:
     if kind not in _kinds:
         near = get_close_matches(kind, _kinds, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ValueError(f"unknown attention kind {kind!r}, valid: {list_attention()}{hint}")
-    return _kinds[kind](dim, num_heads, **options)
 
 
-@register_attention("full")
-def full(
-    dim: int, num_heads: int = 8, *, dim_context: int | None = None, **options: Any
-) -> nn.Module:
-    """Exact attention: to a context if `dim_context` is given, else within the sequence."""
-    if dim_context is not None:
-        return CrossAttention(dim, num_heads, dim_context=dim_context, **options)
-    return SelfAttention(dim, num_heads, **options)
+def core_options(kind: str) -> list[str]:
+    """The options that a kind adds to those of every kind."""
+    _check_known(kind)
+    return _parameters(_kinds[kind]) if _is_core(_kinds[kind]) else []
+
+
+def geometry(
+    kind: str, grid: tuple[int, int], num_prefix_tokens: int, layer: int
+) -> dict[str, Any]:
+    """Options of a kind that follow from a model's tokens: a prefix, then a grid row by row."""
+    known: dict[str, Any] = {
+        "grid": grid,
+        "num_global": num_prefix_tokens,
+        "max_len": num_prefix_tokens + grid[0] * grid[1],
+    }
+    if kind == "window":  # Swin's, in turn shifted; half a small grid, to be other than full
+        known["window"] = min(7, max(1, min(grid) // 2))
+        known["shift"] = bool(layer % 2)
+    return {name: value for name, value in known.items() if name in core_options(kind)}
+
+
+def _is_core(kind: object) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Core)
+
+
+def _parameters(function: Callable[..., Any]) -> list[str]:
+    fixed = {"self", "dim", "num_heads", "core"} | ({"head_dim"} if _is_core(function) else set())
+    return [name for name in inspect.signature(function).parameters if name not in fixed]
+
+
+register_attention("full")(Full)
+register_attention("dot")(Dot)
+register_attention("additive")(Additive)

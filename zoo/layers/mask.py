@@ -24,9 +24,27 @@ class Mask:
     [[1, 0, 0], [1, 1, 0], [1, 1, 0]]
     """
 
+    def at(self, rows: Tensor, cols: Tensor, i: int, j: int) -> Tensor:
+        """The rule for chosen pairs of `i` queries and `j` keys.
+
+        `rows` (queries) and `cols` (keys) are positions of one shape *P, or broadcast to it; the
+        answer is bool, broadcastable to (b h *P). So sparse kinds never build (i j).
+        """
+        raise NotImplementedError
+
     def lower(self, i: int, j: int, device: torch.device | str | None = None) -> Tensor:
         """The rule for `i` queries and `j` keys: bool, four axes, broadcastable to (b h i j)."""
-        raise NotImplementedError
+        rows, cols = torch.arange(i, device=device), torch.arange(j, device=device)
+        return self.at(rows[:, None], cols[None], i, j)
+
+    def rules(self) -> list[Mask]:
+        """The rules that must all hold."""
+        return [self]
+
+    @property
+    def kind(self) -> str:
+        """padding, causal, segment or dense: what an attention kind says it supports."""
+        return type(self).__name__.lower()
 
     def __and__(self, other: MaskLike) -> Mask:
         """May attend where both rules allow it; None allows everything."""
@@ -81,15 +99,14 @@ MaskLike: TypeAlias = Mask | Tensor | None
 class Padding(Mask):
     lengths: Tensor  # b
 
-    def lower(self, i: int, j: int, device: torch.device | str | None = None) -> Tensor:
-        lengths = self.lengths.to(device)
-        return (torch.arange(j, device=lengths.device) < lengths[:, None])[:, None, None]
+    def at(self, rows: Tensor, cols: Tensor, i: int, j: int) -> Tensor:
+        return cols < _leading(self.lengths.to(cols.device), cols)
 
 
 @dataclass(frozen=True, eq=False)
 class Causal(Mask):
-    def lower(self, i: int, j: int, device: torch.device | str | None = None) -> Tensor:
-        return torch.ones(1, 1, i, j, dtype=torch.bool, device=device).tril(j - i)
+    def at(self, rows: Tensor, cols: Tensor, i: int, j: int) -> Tensor:
+        return (cols <= rows + (j - i))[None, None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,22 +114,42 @@ class Segment(Mask):
     ids_q: Tensor  # b i
     ids_k: Tensor  # b j
 
-    def lower(self, i: int, j: int, device: torch.device | str | None = None) -> Tensor:
+    def at(self, rows: Tensor, cols: Tensor, i: int, j: int) -> Tensor:
         if (self.ids_q.shape[1], self.ids_k.shape[1]) != (i, j):
             raise ValueError(
                 f"segment mask has ids_q {tuple(self.ids_q.shape)} and ids_k "
                 f"{tuple(self.ids_k.shape)}, but there are {i} queries and {j} keys"
             )
-        return (self.ids_q.to(device)[:, :, None] == self.ids_k.to(device)[:, None])[:, None]
+        same = self.ids_q.to(rows.device)[:, rows] == self.ids_k.to(cols.device)[:, cols]
+        return same[:, None]
 
 
 @dataclass(frozen=True, eq=False)
 class Dense(Mask):
     allowed: Tensor  # broadcastable to b h i j
 
+    def at(self, rows: Tensor, cols: Tensor, i: int, j: int) -> Tensor:
+        allowed = self.lower(i, j, rows.device)
+        if allowed.shape[2] not in (1, i) or allowed.shape[3] not in (1, j):
+            raise ValueError(
+                f"mask {tuple(self.allowed.shape)} does not broadcast to (b, h, i, j) = "
+                f"(b, h, {i}, {j}); a padding mask is (b, 1, 1, j)"
+            )
+        rows, cols = (
+            positions if size > 1 else torch.zeros_like(positions)
+            for positions, size in zip((rows, cols), allowed.shape[2:], strict=True)
+        )
+        return allowed[:, :, rows, cols]
+
     def lower(self, i: int, j: int, device: torch.device | str | None = None) -> Tensor:
         missing = 4 - self.allowed.ndim
         return self.allowed.to(device)[(None,) * missing]
+
+    @property
+    def kind(self) -> str:
+        """A tensor that says the same for all heads and queries is a padding mask."""
+        shared = self.lower(1, 1).shape[1:3] == (1, 1)
+        return "padding" if shared else "dense"
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,8 +157,14 @@ class Both(Mask):
     left: Mask
     right: Mask
 
+    def at(self, rows: Tensor, cols: Tensor, i: int, j: int) -> Tensor:
+        return self.left.at(rows, cols, i, j) & self.right.at(rows, cols, i, j)
+
     def lower(self, i: int, j: int, device: torch.device | str | None = None) -> Tensor:
         return self.left.lower(i, j, device) & self.right.lower(i, j, device)
+
+    def rules(self) -> list[Mask]:
+        return [*self.left.rules(), *self.right.rules()]
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,8 +172,35 @@ class Either(Mask):
     left: Mask
     right: Mask
 
+    def at(self, rows: Tensor, cols: Tensor, i: int, j: int) -> Tensor:
+        return self.left.at(rows, cols, i, j) | self.right.at(rows, cols, i, j)
+
     def lower(self, i: int, j: int, device: torch.device | str | None = None) -> Tensor:
         return self.left.lower(i, j, device) | self.right.lower(i, j, device)
+
+    @property
+    def kind(self) -> str:
+        return "dense"
+
+
+def keys_and_causal(mask: Mask | None, j: int, device: torch.device) -> tuple[Tensor | None, bool]:
+    """Padding and causal rules apart: keys that may be seen (b|1 j), None for all; causal or not.
+
+    For kernels that never see pairs. Other rules are refused before (`Core.check_mask`).
+    """
+    keys, causal = None, False
+    for rule in [] if mask is None else mask.rules():
+        if isinstance(rule, Causal):
+            causal = True
+        else:
+            seen = rule.lower(1, j, device)[:, 0, 0].expand(-1, j)
+            keys = seen if keys is None else keys & seen
+    return keys, causal
+
+
+def _leading(values: Tensor, positions: Tensor) -> Tensor:
+    """(b) -> (b 1 1 ... 1), to broadcast against (b h *P)."""
+    return values.view(-1, 1, *(1 for _ in positions.shape))
 
 
 def _boolean(mask: object) -> Tensor:

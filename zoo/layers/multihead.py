@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 
-from zoo.layers.attention import attend
-from zoo.layers.mask import MaskLike
+from zoo.layers.core import Core, Full
+from zoo.layers.mask import Mask, MaskLike
 from zoo.layers.tap import Tap
 
 NormLayer = Callable[[int], nn.Module]
@@ -21,54 +22,22 @@ NormLayer = Callable[[int], nn.Module]
 layer_norm: NormLayer = partial(nn.LayerNorm, eps=1e-6)
 
 
-class SelfAttention(nn.Module):
-    """Every token attends to all tokens of its own sequence (arXiv 1706.03762).
+class MultiHead(nn.Module):
+    """The options and parts that self- and cross-attention share.
 
     Args:
+        dim: Width of the tokens.
+        dim_context: Width of the context, in cross-attention; by default `dim`.
+        num_heads: Heads of the queries.
         head_dim: Width of one head; by default `dim / num_heads`. Fewer, wider heads are possible.
+        num_kv_heads: Heads of keys and values, each shared by a group of query heads (grouped
+            queries, arXiv 2305.13245); by default `num_heads`.
+        qkv_bias: Whether the projections to queries, keys and values have biases.
         qk_norm: Normalises queries and keys per head, with `norm_layer`.
-    """
-
-    def __init__(
-        self,
-        dim: int,
-        num_heads: int = 8,
-        *,
-        head_dim: int | None = None,
-        qkv_bias: bool = True,
-        qk_norm: bool = False,
-        proj_bias: bool = True,
-        attn_drop: float = 0.0,
-        proj_drop: float = 0.0,
-        norm_layer: NormLayer = layer_norm,
-    ) -> None:
-        super().__init__()
-        self.num_heads = num_heads
-        self.head_dim = head_width(dim, num_heads, head_dim)
-        width = num_heads * self.head_dim
-        self.qkv = nn.Linear(dim, 3 * width, bias=qkv_bias)
-        self.q_norm = norm_layer(self.head_dim) if qk_norm else nn.Identity()
-        self.k_norm = norm_layer(self.head_dim) if qk_norm else nn.Identity()
-        self.attn_drop = nn.Dropout(attn_drop)
-        self.tap = Tap()
-        self.proj = nn.Linear(width, dim, bias=proj_bias)
-        self.proj_drop = nn.Dropout(proj_drop)
-
-    def forward(self, x: Tensor, context: Tensor | None = None, mask: MaskLike = None) -> Tensor:
-        """(b n d) -> (b n d)"""
-        if context is not None:
-            raise TypeError("SelfAttention takes no context; use CrossAttention(dim, num_heads)")
-        q, k, v = split_heads(self.qkv(x), 3, self.num_heads)
-        return self.proj_drop(self.proj(_attend(self, q, k, v, mask)))
-
-
-class CrossAttention(nn.Module):
-    """Tokens attend to the tokens of another sequence, the context.
-
-    Args:
-        dim_context: Width of the context; by default `dim`.
-        head_dim: Width of one head; by default `dim / num_heads`.
-        qk_norm: Normalises queries and keys per head, with `norm_layer`.
+        temperature: Divides the scores: a number, or "learned" (one per head, starting at 1).
+        core: The kind of attention; exact by default.
+        bias: A position bias, added to the scores.
+        rope: Rotates queries and keys by their positions.
     """
 
     def __init__(
@@ -78,33 +47,128 @@ class CrossAttention(nn.Module):
         *,
         dim_context: int | None = None,
         head_dim: int | None = None,
+        num_kv_heads: int | None = None,
         qkv_bias: bool = True,
         qk_norm: bool = False,
         proj_bias: bool = True,
         attn_drop: float = 0.0,
         proj_drop: float = 0.0,
+        temperature: float | str = 1.0,
         norm_layer: NormLayer = layer_norm,
+        core: Core | None = None,
+        bias: nn.Module | None = None,
+        rope: nn.Module | None = None,
     ) -> None:
         super().__init__()
         self.num_heads = num_heads
         self.head_dim = head_width(dim, num_heads, head_dim)
-        width = num_heads * self.head_dim
-        self.q = nn.Linear(dim, width, bias=qkv_bias)
-        self.kv = nn.Linear(dim_context or dim, 2 * width, bias=qkv_bias)
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if self.num_kv_heads < 1 or num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads ({num_heads}) must be divisible by num_kv_heads ({self.num_kv_heads})"
+            )
+        self.width, self.kv_width = (
+            heads * self.head_dim for heads in (num_heads, self.num_kv_heads)
+        )
+        self._add_inputs(dim, dim_context, qkv_bias)
         self.q_norm = norm_layer(self.head_dim) if qk_norm else nn.Identity()
         self.k_norm = norm_layer(self.head_dim) if qk_norm else nn.Identity()
         self.attn_drop = nn.Dropout(attn_drop)
         self.tap = Tap()
-        self.proj = nn.Linear(width, dim, bias=proj_bias)
+        self.core = Full(num_heads, self.head_dim) if core is None else core
+        self.bias, self.rope = bias, rope
+        if bias is not None and not self.core.biases:
+            raise ValueError(f"attention kind {self.core.kind!r} has no scores to add a bias to")
+        if attn_drop and not self.core.drops:
+            raise ValueError(
+                f"attn_drop ({attn_drop}) must be 0: attention kind {self.core.kind!r} has no "
+                "weights to drop"
+            )
+        self.proj = nn.Linear(self.width, dim, bias=proj_bias)
         self.proj_drop = nn.Dropout(proj_drop)
+        self._set_temperature(temperature)
+
+    def _add_inputs(self, dim: int, dim_context: int | None, bias: bool) -> None:
+        """The projections to queries, keys and values."""
+        raise NotImplementedError
+
+    def _set_temperature(self, temperature: float | str) -> None:
+        self.log_temperature = None
+        if temperature == "learned":
+            self.log_temperature = nn.Parameter(torch.zeros(self.num_heads))
+        elif isinstance(temperature, str) or not temperature > 0:
+            raise ValueError(f"temperature ({temperature!r}) must be positive, or 'learned'")
+        self.temperature = 1.0 if isinstance(temperature, str) else float(temperature)
+
+    def _mix(self, q: Tensor, k: Tensor, v: Tensor, mask: MaskLike) -> Tensor:
+        """(b h i e), (b kv j e), (b kv j e) -> (b i d)"""
+        mask = Mask.of(mask)
+        self.core.check_mask(mask)
+        q, k = self.q_norm(q), self.k_norm(k)
+        if self.rope is not None:
+            q, k = self.rope(q, k)
+        if self.log_temperature is not None:
+            q = q * torch.exp(-self.log_temperature).to(q.dtype)[:, None, None]
+        elif self.temperature != 1.0:
+            q = q / self.temperature
+        if self.num_kv_heads != self.num_heads:
+            groups = self.num_heads // self.num_kv_heads
+            k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
+        dropout_p = self.attn_drop.p if self.training else 0.0
+        x = self.core(q, k, v, mask, bias=self.bias, dropout_p=dropout_p, tap=self.tap)
+        return self.proj_drop(self.proj(merge_heads(x)))
+
+
+class SelfAttention(MultiHead):
+    """Every token attends to tokens of its own sequence (arXiv 1706.03762); see `MultiHead`."""
+
+    def _add_inputs(self, dim: int, dim_context: int | None, bias: bool) -> None:
+        if dim_context is not None:
+            raise TypeError("SelfAttention takes no dim_context; use CrossAttention")
+        self.qkv = nn.Linear(dim, self.width + 2 * self.kv_width, bias=bias)
+
+    def forward(self, x: Tensor, context: Tensor | None = None, mask: MaskLike = None) -> Tensor:
+        """(b n d) -> (b n d)"""
+        if context is not None:
+            raise TypeError("SelfAttention takes no context; use CrossAttention(dim, num_heads)")
+        if self.num_kv_heads == self.num_heads:
+            q, k, v = split_heads(self.qkv(x), 3, self.num_heads)
+        else:
+            q, kv = self.qkv(x).split([self.width, 2 * self.kv_width], dim=-1)
+            (q,), (k, v) = split_heads(q, 1, self.num_heads), split_heads(kv, 2, self.num_kv_heads)
+        return self._mix(q, k, v, mask)
+
+
+class CrossAttention(MultiHead):
+    """Tokens attend to the tokens of another sequence, the context; see `MultiHead`."""
+
+    def _add_inputs(self, dim: int, dim_context: int | None, bias: bool) -> None:
+        self.q = nn.Linear(dim, self.width, bias=bias)
+        self.kv = nn.Linear(dim_context or dim, 2 * self.kv_width, bias=bias)
 
     def forward(self, x: Tensor, context: Tensor | None = None, mask: MaskLike = None) -> Tensor:
         """x (b i d), context (b j d_context) -> (b i d)"""
         if context is None:
             raise TypeError("CrossAttention needs a context; SelfAttention attends within x")
         (q,) = split_heads(self.q(x), 1, self.num_heads)
-        k, v = split_heads(self.kv(context), 2, self.num_heads)
-        return self.proj_drop(self.proj(_attend(self, q, k, v, mask)))
+        k, v = split_heads(self.kv(context), 2, self.num_kv_heads)
+        return self._mix(q, k, v, mask)
+
+
+def set_temperature(model: nn.Module, temperature: float) -> None:
+    """Sets what divides the scores of all attention in `model`.
+
+    Raises:
+        ValueError: it is not positive, is learned, or there is no attention of ours.
+    """
+    layers = [module for module in model.modules() if isinstance(module, MultiHead)]
+    if not layers or any(layer.log_temperature is not None for layer in layers):
+        what = "learns its temperature" if layers else "has no attention of zoo.layers"
+        raise ValueError(f"temperature cannot be set: {type(model).__name__} {what}")
+    if not temperature > 0:
+        raise ValueError(f"temperature ({temperature}) must be positive")
+    for layer in layers:
+        layer.temperature = float(temperature)
 
 
 def head_width(dim: int, num_heads: int, head_dim: int | None = None) -> int:
@@ -131,12 +195,3 @@ def split_heads(x: Tensor, parts: int, num_heads: int) -> tuple[Tensor, ...]:
 def merge_heads(x: Tensor) -> Tensor:
     """(b h n e) -> (b n (h e)); a view, since the kernels lay their output out like that."""
     return x.transpose(1, 2).flatten(2)
-
-
-def _attend(
-    attn: SelfAttention | CrossAttention, q: Tensor, k: Tensor, v: Tensor, mask: MaskLike
-) -> Tensor:
-    """(b h i e), (b h j e), (b h j e) -> (b i (h e))"""
-    dropout_p = attn.attn_drop.p if attn.training else 0.0
-    q, k = attn.q_norm(q), attn.k_norm(k)
-    return merge_heads(attend(q, k, v, mask, dropout_p=dropout_p, tap=attn.tap))

@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import timm
+import torch
+
+import zoo
+from zoo.layers import list_attention
+from zoo.layers.factory import build_core
+from zoo.surgery import attention_layers
+from zoo.weights import WeightsError
+
+OURS = {"class_token": True, "global_pool": "token", "reg_tokens": 1, "img_size": (32, 48)}
+
+
+def ours(**options: Any) -> Any:
+    torch.manual_seed(0)
+    return zoo.create_model("vit_micro_patch4_32", **{**OURS, **options}).eval()
+
+
+def theirs(**options: Any) -> Any:
+    torch.manual_seed(0)
+    shape = {"img_size": 64, "patch_size": 16, "embed_dim": 48, "depth": 3, "num_heads": 3}
+    return timm.models.VisionTransformer(**{**shape, "num_classes": 5, **options}).eval()
+
+
+IMAGES = {ours: (2, 3, 32, 48), theirs: (2, 3, 64, 64)}
+
+
+@pytest.mark.parametrize("make", [ours, theirs])
+@pytest.mark.parametrize("kind", list_attention())
+def test_every_kind_takes_the_place_and_tells_its_error(make, kind):
+    model, x = make(), torch.randn(IMAGES[make])
+    keys, expected = dict(model.state_dict()), model(x)
+    done = zoo.replace_attention(model, kind, inputs=x)
+    out = model(x)
+    error = float((out - expected).norm() / expected.norm())
+    assert done.output_error == pytest.approx(error, abs=1e-6)
+    if kind == "full":
+        assert error < 1e-5
+    if kind in ("identity", "mean", "linear", "dot", "window"):
+        assert error > 1e-4
+    assert done.layers == tuple(attention_layers(model))
+    assert all(torch.equal(model.state_dict()[key], value) for key, value in keys.items())
+    new = sorted(key for key in model.state_dict() if key not in keys)
+    assert new == sorted(done.new_parameters)
+    assert not model.training
+    assert str(done).count("error") == len(done.layers) + 1
+
+
+@pytest.mark.parametrize("make", [ours, theirs])
+def test_full_restores_the_model(make):
+    model, x = make(), torch.randn(IMAGES[make])
+    expected = model(x)
+    zoo.replace_attention(model, "identity")
+    assert not torch.allclose(model(x), expected, atol=1e-5)
+    zoo.replace_attention(model, "full")
+    torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_some_layers_only(tmp_path):
+    model, x = ours(), torch.randn(IMAGES[ours])
+    done = zoo.replace_attention(model, "mean", layers="blocks.[12].attn", inputs=x)
+    assert list(done.layer_errors) == ["blocks.1.attn", "blocks.2.attn"]
+    assert model.blocks[0].attn.core.kind == "full"
+    with pytest.raises(WeightsError, match="create_model"):
+        zoo.save_pretrained(model, tmp_path / "m")
+
+
+@pytest.mark.parametrize("kind", ["window", "mean", "linformer", "performer"])
+def test_a_changed_model_is_saved_and_opened(kind, tmp_path):
+    model, x = ours(), torch.randn(IMAGES[ours])
+    zoo.replace_attention(model, kind)
+    zoo.save_pretrained(model, tmp_path / "m")
+    again = zoo.create_model(f"local-dir:{tmp_path / 'm'}").eval()
+    assert torch.equal(again(x), model(x))
+
+
+def test_it_can_be_trained_afterwards():
+    model = theirs().train()
+    zoo.replace_attention(model, "linformer", rank=4)
+    model(torch.randn(IMAGES[theirs])).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_mistakes_are_named():
+    model = ours()
+    before = {name: layer.core for name, layer in attention_layers(model).items()}
+    cases = [
+        (dict, ValueError, {"kind": "windo"}, "did you mean 'window'"),
+        (dict, ValueError, {"kind": "mean", "layers": "blocks.9.*"}, "blocks.9.*blocks.0.attn"),
+        (dict, TypeError, {"kind": "window", "windows": 3}, "windows.*window"),
+        (dict, ValueError, {"kind": "window", "window": 99}, "must fit into the grid"),
+    ]
+    for _, error, options, words in cases:
+        with pytest.raises(error, match=words):
+            zoo.replace_attention(model, **options)
+    assert all(layer.core is before[name] for name, layer in attention_layers(model).items())
+    with pytest.raises(ValueError, match="position bias"):
+        zoo.replace_attention(ours(position="relative"), "mean")
+    with pytest.raises(ValueError, match="normalises its output"):
+        zoo.replace_attention(theirs(scale_attn_norm=True), "mean")
+    with pytest.raises(ValueError, match=r"matches no attention of Linear"):
+        zoo.replace_attention(torch.nn.Linear(2, 2), "mean")
+
+
+def test_build_core_takes_the_kind_only():
+    with pytest.raises(ValueError, match="unknown attention kind"):
+        build_core("nothing", 2, 4)

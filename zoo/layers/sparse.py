@@ -1,0 +1,527 @@
+"""Sparse kinds: each query sees near keys and a few far ones, computed by blocks.
+
+No kind builds the (i j) matrix: queries are cut into blocks, the keys that a block may see are
+laid side by side, and the attention core runs on the blocks. Time and memory grow with
+i * (keys seen).
+
+With queries and keys of different number, positions are those of the keys and the last query is
+aligned with the last key, as causal masks are: query p stands at place p + (j - i).
+
+Shapes: b batch, h heads, i/j query/key positions, n blocks, t tokens of a block, s keys laid out
+for a block, e head width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from zoo.layers.attention import attend, attention_weights
+from zoo.layers.core import Core
+from zoo.layers.factory import register_attention
+from zoo.layers.mask import Mask
+from zoo.layers.tap import Tap
+from zoo.rng import generator
+
+_SMALLEST = 32  # tokens of a block of a sliding window: smaller ones cost more than they save
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the keys of each block come from.
+
+    Attributes:
+        size: Tokens of a block.
+        first: Place of the first block's first token, at or before the first query's.
+        blocks: Number of blocks.
+        reach: How many blocks to the left and right are near.
+        columns: Places that every block sees: (c,).
+        random: Numbers of further key blocks of each block, -1 for none: (n r).
+        places: Place of each laid-out key, -1 for none: (n s).
+    """
+
+    size: int
+    first: int
+    blocks: int
+    reach: int
+    columns: Tensor
+    random: Tensor | None
+    places: Tensor
+
+
+class Sparse(Core):
+    """Blocks of queries and the keys they see; subclasses say which by `near` and `columns`.
+
+    Args:
+        num_global: The first tokens see all and are seen by all.
+    """
+
+    reach: ClassVar[int] = 0
+
+    def __init__(self, num_heads: int, head_dim: int, size: int, num_global: int = 0) -> None:
+        super().__init__(num_heads, head_dim)
+        if size < 1 or num_global < 0:
+            raise ValueError(
+                f"the block or window ({size}) must be at least 1, num_global ({num_global}) 0"
+            )
+        self.size, self.num_global = size, num_global
+        self._layouts: dict[tuple[int, int, torch.device], Layout] = {}
+
+    def offset(self) -> int:
+        """Blocks start at multiples of the size, minus this."""
+        return 0
+
+    def near(self, rows: Tensor, cols: Tensor) -> Tensor | None:
+        """Which keys of the near blocks a query sees, by place; None: all."""
+        return None
+
+    def columns(self, j: int) -> list[int]:
+        """Places that all queries see, of j."""
+        return list(range(min(self.num_global, j)))
+
+    def random_blocks(self, keys: int) -> Tensor | None:
+        """Numbers of the key blocks that each of `keys` blocks sees at random: (keys r)."""
+        return None
+
+    def pattern(self, rows: Tensor, cols: Tensor, j: int) -> Tensor:
+        """What the kind allows, by place: the meaning of its layout, as a mask (*P)."""
+        row_block, col_block = (self._block(x) for x in (rows, cols))
+        seen = (row_block - col_block).abs() <= self.reach
+        near = self.near(rows, cols)
+        if near is not None:
+            seen = seen & near
+        seen = seen | torch.isin(cols, torch.tensor(self.columns(j), device=cols.device))
+        random = self.random_blocks(self._count(j))
+        if random is not None:
+            table = random.to(rows.device)[row_block.clamp(0, len(random) - 1)]
+            chosen = (table == col_block[..., None]).any(-1)
+            seen = seen | (chosen & (row_block >= 0))
+        return seen | ((rows >= 0) & (rows < self.num_global))
+
+    def _block(self, places: Tensor) -> Tensor:
+        return (places + self.offset()).div(self.size, rounding_mode="floor")
+
+    def _count(self, j: int) -> int:
+        return (j + self.offset() - 1) // self.size + 1
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Mask | None = None,
+        *,
+        bias: Any = None,
+        dropout_p: float = 0.0,
+        tap: Tap | None = None,
+    ) -> Tensor:
+        i, j = q.shape[-2], k.shape[-2]
+        if tap is not None:
+            tap.record(lambda: self._weights(q, k, mask, bias))
+        out = self._by_block(q, k, v, mask, bias, dropout_p)
+        first, last = max(0, i - j), max(0, i - j + self.num_global)
+        if first >= min(last, i):
+            return out
+        rows = torch.arange(first, min(last, i), device=q.device)
+        seeing_all = _attend_at(q[:, :, first:last], k, v, rows, mask, bias, dropout_p, i, j)
+        return torch.cat([out[:, :, :first], seeing_all, out[:, :, last:]], dim=2)
+
+    def _weights(self, q: Tensor, k: Tensor, mask: Mask | None, bias: Any) -> Tensor:
+        i, j = q.shape[-2], k.shape[-2]
+        rows = torch.arange(i, device=q.device)[:, None] + (j - i)
+        allowed = Mask.dense(self.pattern(rows, torch.arange(j, device=q.device)[None], j)) & mask
+        added = None if bias is None else bias.lower(i, j)
+        return attention_weights(q, k, allowed, bias=added)
+
+    def _layout(self, i: int, j: int, device: torch.device) -> Layout:
+        key = (i, j, device)
+        if key not in self._layouts:
+            if len(self._layouts) > 8:  # lengths that vary without end
+                self._layouts.clear()
+            self._layouts[key] = self._make_layout(i, j, device)
+        return self._layouts[key]
+
+    def _make_layout(self, i: int, j: int, device: torch.device) -> Layout:
+        size, offset = self.size, self.offset()
+        start = (j - i + offset) // size  # number of the first query's block
+        first = start * size - offset
+        blocks = -(-(j - first) // size)
+        numbers = torch.arange(blocks, device=device)[:, None]
+        near = torch.arange((2 * self.reach + 1) * size, device=device) - self.reach * size
+        near = first + numbers * size + near  # n s
+        columns = torch.tensor(self.columns(j), device=device, dtype=torch.long)
+        near = near.masked_fill(_in(near, columns) | (near < 0) | (near >= j), -1)
+        places = [near, columns.expand(blocks, -1)]
+        random = self._random(start, blocks, j, device)
+        if random is not None:
+            inner = torch.arange(size, device=device)
+            far = random[..., None] * size - offset + inner  # n r t
+            bad = (random < 0)[..., None] | _in(far, columns) | (far < 0) | (far >= j)
+            places.append(far.masked_fill(bad, -1).flatten(1))
+        return Layout(size, first, blocks, self.reach, columns, random, torch.cat(places, 1))
+
+    def _random(self, start: int, blocks: int, j: int, device: torch.device) -> Tensor | None:
+        table = self.random_blocks(self._count(j))
+        if table is None:
+            return None
+        before = table.new_full((max(0, -start), table.shape[1]), -1)
+        return torch.cat([before, table[max(0, start) :]])[:blocks].to(device)
+
+    def _by_block(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Mask | None,
+        bias: Any,
+        dropout_p: float,
+    ) -> Tensor:
+        i, j = q.shape[-2], k.shape[-2]
+        layout = self._layout(i, j, q.device)
+        front = (j - i) - layout.first  # places of the first block before the first query
+        total = layout.blocks * layout.size
+        blocks = F.pad(q, (0, 0, front, total - front - i)).unflatten(2, (layout.blocks, -1))
+        keys, values = (_lay_out(x, layout) for x in (k, v))
+        # By place, then as numbers of queries and keys, which masks and biases speak of.
+        places = layout.first + torch.arange(total, device=q.device).view(layout.blocks, -1, 1)
+        rows, cols = (places - (j - i)).clamp(0, i - 1), layout.places[:, None].clamp(min=0)
+        allowed = self._allowed(places, rows, cols, mask, layout, i, j)
+        added = None if bias is None else bias.at(rows, cols, i, j)
+        out = _attend_blocks(blocks, keys, values, allowed, added, dropout_p)
+        return out.flatten(2, 3)[:, :, front : front + i]
+
+    def _allowed(
+        self,
+        places: Tensor,
+        rows: Tensor,
+        cols: Tensor,
+        mask: Mask | None,
+        layout: Layout,
+        i: int,
+        j: int,
+    ) -> Tensor | None:
+        """What each query sees of the keys laid out for its block: (b|1 h|1 n t s)."""
+        found = layout.places >= 0
+        near_keys = (2 * layout.reach + 1) * layout.size
+        near = self.near(places, cols[..., :near_keys])
+        if mask is None and near is None and found.all():
+            return None
+        allowed = found[None, None, :, None]
+        if near is not None:
+            far = near.new_ones(()).expand(*near.shape[:-1], cols.shape[-1] - near_keys)
+            allowed = allowed & torch.cat([near, far], -1)
+        return allowed if mask is None else allowed & mask.at(rows, cols, i, j)
+
+
+def _lay_out(x: Tensor, layout: Layout) -> Tensor:
+    """(b h j e) -> the keys, or values, of each block side by side: (b h n s e)."""
+    size, reach, j = layout.size, layout.reach, x.shape[2]
+    start = layout.first - reach * size
+    end = start + (layout.blocks + 2 * reach) * size
+    cut = F.pad(x, (0, 0, -start, end - j)).unflatten(2, (-1, size))
+    parts = [cut[:, :, o : o + layout.blocks] for o in range(2 * reach + 1)]
+    if len(layout.columns):
+        shared = x[:, :, layout.columns] if len(layout.columns) < j else x
+        parts.append(shared[:, :, None].expand(-1, -1, layout.blocks, -1, -1))
+    if layout.random is not None:
+        lead = -layout.first % size  # key block 0 may start before the first key
+        aligned = F.pad(x, (0, 0, lead, -(j + lead) % size)).unflatten(2, (-1, size))
+        parts.append(aligned[:, :, layout.random.clamp(min=0)].flatten(3, 4))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=3)
+
+
+def _attend_blocks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    allowed: Tensor | None,
+    bias: Tensor | None,
+    dropout_p: float,
+) -> Tensor:
+    """(b h n t e), (b h n s e), (b h n s e) -> (b h n t e): the core, with blocks as its heads."""
+    b, h, n = q.shape[:3]
+    same = allowed is None or allowed.shape[:2] == (1, 1)
+    if same and bias is None:  # batch and heads as the batch, so that one mask serves all
+        q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+        out = attend(q, k, v, None if allowed is None else allowed[0], dropout_p=dropout_p)
+        return out.unflatten(0, (b, h))
+    q, k, v = (x.flatten(1, 2) for x in (q, k, v))
+    mask, added = (
+        None if x is None else x.expand(-1, h, n, -1, -1).flatten(1, 2) for x in (allowed, bias)
+    )
+    return attend(q, k, v, mask, bias=added, dropout_p=dropout_p).unflatten(1, (h, n))
+
+
+def _attend_at(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rows: Tensor,
+    mask: Mask | None,
+    bias: Any,
+    dropout_p: float,
+    i: int,
+    j: int,
+) -> Tensor:
+    """Exact attention of some queries, the `rows`, to all keys."""
+    cols = torch.arange(j, device=q.device)[None]
+    allowed = None if mask is None else mask.at(rows[:, None], cols, i, j)
+    added = None if bias is None else bias.at(rows[:, None], cols, i, j)
+    return attend(q, k, v, allowed, bias=added, dropout_p=dropout_p)
+
+
+def _in(places: Tensor, columns: Tensor) -> Tensor:
+    return torch.isin(places, columns)
+
+
+@register_attention("block")
+class Block(Sparse):
+    """Full attention inside blocks, and a few global tokens.
+
+    Args:
+        block_size: Tokens of a block.
+        num_global: The first tokens see all and are seen by all.
+    """
+
+    def __init__(
+        self, num_heads: int, head_dim: int, *, block_size: int = 128, num_global: int = 1
+    ) -> None:
+        super().__init__(num_heads, head_dim, block_size, num_global)
+
+
+@register_attention("window")
+class Window(Sparse):
+    """Full attention inside windows of a sequence or, with `grid`, of an image (Swin, 2103.14030).
+
+    Args:
+        window: Tokens of a window, or its rows and columns; one number does for both on a grid.
+        shift: Moves the windows by half a window, or by so many tokens (rows, columns), so that
+            layers in turn connect neighbours. Windows are cut at the borders, not wrapped around.
+        grid: Rows and columns of the patches, which follow the prefix tokens.
+        num_global: Prefix tokens, such as the class token: they see all and are seen by all.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        *,
+        window: int | Sequence[int] = 7,
+        shift: bool | int | Sequence[int] = False,
+        grid: Sequence[int] | None = None,
+        num_global: int = 0,
+    ) -> None:
+        sides = (window,) if isinstance(window, int) else tuple(window)
+        axes = 1 if grid is None else 2
+        if len(sides) == 1:
+            sides *= axes
+        if len(sides) != axes or min(sides) < 1:
+            raise ValueError(
+                f"window {window} must be a positive number, or (rows, columns) on a grid; "
+                f"grid is {grid}"
+            )
+        if grid is not None and any(w > g for w, g in zip(sides, grid, strict=True)):
+            raise ValueError(f"window {sides} must fit into the grid {tuple(grid)}")
+        super().__init__(num_heads, head_dim, math.prod(sides), num_global)
+        self.window, self.grid = sides, None if grid is None else (grid[0], grid[1])
+        self.shift = _shift(shift, sides)
+        self._windows: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+    def offset(self) -> int:
+        return self.shift[0] if self.grid is None else 0
+
+    def pattern(self, rows: Tensor, cols: Tensor, j: int) -> Tensor:
+        if self.grid is None:
+            return super().pattern(rows, cols, j)
+        self._check_length(j)
+        same = self._number(rows) == self._number(cols)
+        return same | (cols < self.num_global) | (rows < self.num_global)
+
+    def _number(self, places: Tensor) -> Tensor:
+        """Which window of the grid a token lies in."""
+        assert self.grid is not None
+        patch = places - self.num_global
+        row, col = patch.div(self.grid[1], rounding_mode="floor"), patch % self.grid[1]
+        per_row = self.grid[1] // self.window[1] + 2
+        return (row + self.shift[0]) // self.window[0] * per_row + (
+            col + self.shift[1]
+        ) // self.window[1]
+
+    def _check_length(self, *lengths: int) -> None:
+        assert self.grid is not None
+        expected = self.num_global + math.prod(self.grid)
+        if any(length != expected for length in lengths):
+            raise ValueError(
+                f"window attention on a grid of {self.grid} with {self.num_global} global tokens "
+                f"takes {expected} queries and keys, got {' and '.join(map(str, lengths))}"
+            )
+
+    def _by_block(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Mask | None,
+        bias: Any,
+        dropout_p: float,
+    ) -> Tensor:
+        if self.grid is None:
+            return super()._by_block(q, k, v, mask, bias, dropout_p)
+        i, j = q.shape[-2], k.shape[-2]
+        self._check_length(i, j)
+        table, inverse = self._table(q.device)
+        blocks, keys, values = (x[:, :, table.clamp(min=0)] for x in (q, k, v))
+        places = table  # n s
+        if self.num_global:
+            keys, values = (
+                torch.cat([x[:, :, : self.num_global, None].transpose(2, 3).expand(
+                    -1, -1, len(table), -1, -1), near], 3)
+                for x, near in ((k, keys), (v, values))
+            )  # fmt: skip
+            prefix = torch.arange(self.num_global, device=q.device).expand(len(table), -1)
+            places = torch.cat([prefix, table], 1)
+        allowed = None if bool((places >= 0).all()) else (places >= 0)[None, None, :, None]
+        rows, cols = table.clamp(min=0)[..., None], places.clamp(min=0)[:, None]
+        if mask is not None:
+            ruled = mask.at(rows, cols, i, j)
+            allowed = ruled if allowed is None else allowed & ruled
+        added = None if bias is None else bias.at(rows, cols, i, j)
+        out = _attend_blocks(blocks, keys, values, allowed, added, dropout_p).flatten(2, 3)
+        prefix_rows = out.new_zeros(*out.shape[:2], self.num_global, out.shape[-1])
+        return torch.cat([prefix_rows, out[:, :, inverse]], 2)
+
+    def _table(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Tokens of each window, -1 for none (n t); place of each patch in that table."""
+        if device not in self._windows:
+            assert self.grid is not None
+            axes = [
+                torch.arange(-shift, -(-(size + shift) // side) * side - shift).unflatten(
+                    0, (-1, side)
+                )
+                for size, side, shift in zip(self.grid, self.window, self.shift, strict=True)
+            ]
+            row, col = axes[0][:, None, :, None], axes[1][None, :, None, :]
+            inside = (row >= 0) & (row < self.grid[0]) & (col >= 0) & (col < self.grid[1])
+            table = (self.num_global + row * self.grid[1] + col).masked_fill(~inside, -1)
+            table = table.flatten(2).flatten(0, 1)
+            inverse = table.flatten().argsort()[-math.prod(self.grid) :]
+            self._windows[device] = table.to(device), inverse.to(device)
+        return self._windows[device]
+
+
+def _shift(shift: bool | int | Sequence[int], window: tuple[int, ...]) -> tuple[int, ...]:
+    if isinstance(shift, bool):
+        return tuple(side // 2 if shift else 0 for side in window)
+    shifts = (shift,) * len(window) if isinstance(shift, int) else tuple(shift)
+    if len(shifts) != len(window) or any(
+        not 0 <= s < w for s, w in zip(shifts, window, strict=True)
+    ):
+        raise ValueError(f"shift {shift} must lie in [0, window) on each axis of window {window}")
+    return shifts
+
+
+class Sliding(Sparse):
+    """Each query sees the keys at most `radius` places away."""
+
+    reach = 1
+
+    def __init__(self, num_heads: int, head_dim: int, window: int, num_global: int = 0) -> None:
+        if window < 1:
+            raise ValueError(f"window ({window}) must be at least 1")
+        self.radius = window // 2
+        super().__init__(num_heads, head_dim, max(_SMALLEST, self.radius), num_global)
+
+    def near(self, rows: Tensor, cols: Tensor) -> Tensor:
+        return (rows - cols).abs() <= self.radius
+
+
+@register_attention("longformer")
+class Longformer(Sliding):
+    """A sliding window and global tokens (arXiv 2004.05150), global ones with the same projections.
+
+    Args:
+        window: Each query sees itself and window // 2 keys to either side.
+        num_global: The first tokens see all and are seen by all.
+    """
+
+    def __init__(
+        self, num_heads: int, head_dim: int, *, window: int = 256, num_global: int = 1
+    ) -> None:
+        super().__init__(num_heads, head_dim, window, num_global)
+
+
+@register_attention("strided")
+class Strided(Sliding):
+    """The nearest keys and every stride-th key of the sequence (Sparse Transformer, 1904.10509).
+
+    Args:
+        window: Each query sees itself and window // 2 keys to either side.
+        stride: Interval of the far keys, at places stride - 1, 2 stride - 1, ...; where None it
+            grows with the length so that there are at most `num_far`, and cost stays linear.
+        num_far: Far keys at most, without a stride.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        *,
+        window: int = 128,
+        stride: int | None = None,
+        num_far: int = 64,
+    ) -> None:
+        super().__init__(num_heads, head_dim, window)
+        if num_far < 1 or (stride is not None and stride < 1):
+            raise ValueError(f"stride ({stride}) and num_far ({num_far}) must be at least 1")
+        self.stride, self.num_far = stride, num_far
+
+    def columns(self, j: int) -> list[int]:
+        stride = self.stride or max(1, math.ceil(j / self.num_far))
+        return list(range(stride - 1, j, stride))
+
+
+@register_attention("bigbird")
+class BigBird(Sparse):
+    """Neighbouring blocks, random blocks and global tokens (arXiv 2007.14062).
+
+    Args:
+        block_size: Tokens of a block; a query sees its own block and the one to either side.
+        num_random: Further blocks, drawn once for each length.
+        num_global: The first tokens see all and are seen by all.
+        seed: Of the random blocks.
+    """
+
+    reach = 1
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        *,
+        block_size: int = 64,
+        num_random: int = 3,
+        num_global: int = 1,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(num_heads, head_dim, block_size, num_global)
+        if num_random < 0:
+            raise ValueError(f"num_random ({num_random}) must not be negative")
+        self.num_random, self.seed = num_random, seed
+
+    def random_blocks(self, keys: int) -> Tensor | None:
+        """Blocks beyond the neighbours, without repetition; -1 where there are too few."""
+        if not self.num_random or keys <= 2 * self.reach + 1:
+            return None
+        rng = generator(self.seed, "bigbird", keys)
+        rank = torch.rand(keys, keys, generator=rng)
+        block = torch.arange(keys)
+        near = (block[:, None] - block).abs() <= self.reach
+        rank = rank.masked_fill(near, -1.0)
+        top = rank.topk(min(self.num_random, keys), dim=1)
+        return top.indices.masked_fill(top.values < 0, -1)

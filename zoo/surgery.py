@@ -1,0 +1,245 @@
+"""Another kind of attention in a trained model, with the weights it has.
+
+Works on our models and on timm's Vision Transformers (`timm.layers.Attention`).
+
+Shapes: b batch, n tokens, d width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zoo.card import ModelCard
+from zoo.layers import Mask, SelfAttention
+from zoo.layers.factory import build_core, core_options, geometry
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """What `replace_attention` did.
+
+    Attributes:
+        kind: The new kind.
+        layers: Names of the modules that changed.
+        new_parameters: Names of parameters that the kind brings, untrained.
+        layer_errors: |new - full| / |full| of each layer's output on the inputs it had before.
+        output_error: The same of the model's output; None where no inputs were given.
+    """
+
+    kind: str
+    layers: tuple[str, ...]
+    new_parameters: tuple[str, ...] = ()
+    layer_errors: dict[str, float] = field(default_factory=dict)
+    output_error: float | None = None
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.layers)} layers now attend by {self.kind!r}"]
+        if self.new_parameters:
+            lines.append(f"untrained: {', '.join(self.new_parameters)}")
+        lines += [f"{name:<24} error {error:.2%}" for name, error in self.layer_errors.items()]
+        if self.output_error is not None:
+            lines.append(f"{'output':<24} error {self.output_error:.2%}")
+        return "\n".join(lines)
+
+
+def replace_attention(
+    model: nn.Module,
+    kind: str,
+    layers: str | Sequence[str] = "*",
+    inputs: Tensor | None = None,
+    **options: Any,
+) -> Replacement:
+    """Exchanges the kind of attention, in place; projections keep their weights and names.
+
+    Args:
+        model: Ours, or a Vision Transformer of timm; not yet wrapped for parallel training.
+        kind: One of `zoo.layers.list_attention()`; `identity` and `mean` are the baselines.
+        layers: Names of attention modules, with wildcards.
+        inputs: A batch for the model, on which the errors are measured.
+        options: Of the kind; grid, prefix tokens and length are filled in.
+
+    Raises:
+        ValueError: no layer matches, or a layer that computes more than an attention of ours.
+        TypeError: an option that the kind does not have.
+    """
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise ValueError("replace attention before the model is wrapped for parallel training")
+    found = _matching(model, layers)
+    unknown = set(options) - set(core_options(kind))
+    if unknown:
+        raise TypeError(
+            f"attention kind {kind!r} has no option {', '.join(sorted(unknown))}; "
+            f"its own: {', '.join(core_options(kind)) or 'none'}"
+        )
+    before = None if inputs is None else _observe(model, found, inputs)
+    changed = {
+        name: _changed(model, name, layer, kind, number, options)
+        for number, (name, layer) in enumerate(found.items())
+    }
+    for name, layer in changed.items():  # after all could be built, so that errors change nothing
+        _put(model, name, layer)
+    _note(model, found, kind, options)
+    done = Replacement(kind, tuple(found), _new_parameters(changed))
+    if before is None or inputs is None:
+        return done
+    after = _observe(model, changed, inputs)
+    return replace(
+        done,
+        layer_errors=_layer_errors(model, changed, before),
+        output_error=_error(after[""][1], before[""][1]),
+    )
+
+
+def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Self-attention that can be replaced, by name: ours and `timm.layers.Attention`."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, SelfAttention) or _is_timm(module)
+    }
+
+
+def _is_timm(module: nn.Module) -> bool:
+    kind = type(module)
+    return kind.__name__ == "Attention" and kind.__module__.startswith("timm.") and all(
+        hasattr(module, part) for part in ("qkv", "q_norm", "k_norm", "proj", "num_heads")
+    )  # fmt: skip
+
+
+def _matching(model: nn.Module, layers: str | Sequence[str]) -> dict[str, nn.Module]:
+    patterns = [layers] if isinstance(layers, str) else list(layers)
+    found = attention_layers(model)
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in found):
+            raise ValueError(
+                f"layers={pattern!r} matches no attention of {type(model).__name__} that can be "
+                f"replaced; there is {list(found) or 'none'}"
+            )
+    return {n: m for n, m in found.items() if any(fnmatchcase(n, p) for p in patterns)}
+
+
+def _changed(
+    model: nn.Module,
+    name: str,
+    layer: Any,
+    kind: str,
+    number: int,
+    options: dict[str, Any],
+) -> SelfAttention:
+    """A layer of the new kind that shares the old one's projections."""
+    embed = getattr(model, "patch_embed", None)
+    known: dict[str, Any] = {}
+    if embed is not None:
+        prefix = getattr(model, "num_prefix_tokens", 0)
+        known = geometry(kind, tuple(embed.grid_size), prefix, number)
+    core = build_core(kind, layer.num_heads, layer.head_dim, **{**known, **options})
+    core.to(layer.proj.weight).train(layer.training)
+    if layer.attn_drop.p and not core.drops:
+        raise ValueError(f"{name} drops attention weights, and kind {kind!r} has none")
+    if not isinstance(layer, SelfAttention):
+        return TimmAttention(name, layer, core)
+    if layer.bias is not None and not core.biases:
+        raise ValueError(f"{name} has a position bias, and kind {kind!r} has no scores to add to")
+    copy = layer.__new__(type(layer))
+    copy.__dict__ = {**layer.__dict__, "_modules": {**layer._modules, "core": core}}
+    return copy
+
+
+class TimmAttention(SelfAttention):
+    """The projections of a `timm.layers.Attention` around another core, called as timm calls it."""
+
+    def __init__(self, name: str, host: Any, core: nn.Module) -> None:
+        if getattr(host, "gate", None) is not None or not isinstance(host.norm, nn.Identity):
+            raise ValueError(f"{name} gates or normalises its output, which no kind of ours does")
+        super().__init__(
+            host.qkv.in_features, host.num_heads, head_dim=host.head_dim, core=core  # type: ignore[arg-type]
+        )  # fmt: skip
+        for part in ("qkv", "q_norm", "k_norm", "attn_drop", "proj", "proj_drop"):
+            setattr(self, part, getattr(host, part))
+        self.train(host.training)
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
+    ) -> Tensor:
+        """(b n d) -> (b n d)"""
+        mask = Mask.of(attn_mask)
+        if is_causal:
+            mask = Mask.causal() & mask
+        return super().forward(x, mask=mask)
+
+
+def _put(model: nn.Module, name: str, layer: nn.Module) -> None:
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, layer)
+
+
+def _note(
+    model: nn.Module, found: dict[str, nn.Module], kind: str, options: dict[str, Any]
+) -> None:
+    """The card tells the new kind; a mixture cannot be told, and is refused when saved."""
+    card = getattr(model, "card", None)
+    if not isinstance(card, ModelCard):
+        return
+    if len(found) == len(attention_layers(model)):
+        card = card.with_options(attention=kind, attention_options=options or None)
+    else:
+        card = replace(card, architecture=None)
+    model.card = card  # type: ignore[assignment]
+
+
+def _new_parameters(changed: dict[str, SelfAttention]) -> tuple[str, ...]:
+    return tuple(
+        f"{name}.core.{own}"
+        for name, layer in changed.items()
+        for own, _ in layer.core.named_parameters()
+    )
+
+
+Seen = dict[str, tuple[Tensor, Tensor]]
+
+
+@torch.no_grad()
+def _observe(model: nn.Module, layers: Mapping[str, nn.Module], inputs: Tensor) -> Seen:
+    """Input and output of each layer; of the model under the empty name."""
+    seen: Seen = {}
+
+    def keep(name: str) -> Any:
+        return lambda module, args, output: seen.update({name: (args[0], output)})
+
+    with _evaluating(model), ExitStack() as stack:
+        for name, layer in layers.items():
+            hook = layer.register_forward_hook(keep(name))
+            stack.callback(hook.remove)
+        output = model(inputs)
+    return {**seen, "": (inputs, output)}
+
+
+@torch.no_grad()
+def _layer_errors(
+    model: nn.Module, changed: dict[str, SelfAttention], before: Seen
+) -> dict[str, float]:
+    with _evaluating(model):
+        return {name: _error(m(before[name][0]), before[name][1]) for name, m in changed.items()}
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Any:
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+def _error(new: Tensor, old: Tensor) -> float:
+    new, old = new.double(), old.double()
+    return float((new - old).norm() / old.norm().clamp(min=1e-30))
