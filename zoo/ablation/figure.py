@@ -1,0 +1,115 @@
+"""effects.png: paired differences to a baseline as a forest plot."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from zoo.ablation.plan import Plan
+from zoo.ablation.stats import Comparison
+from zoo.engine.checkpoint import write_atomically
+
+# Verdict -> colour (Okabe and Ito's, told apart by the colour-blind), marker, word.
+STYLES = {
+    "better": ("#0072B2", "^", "better"),
+    "worse": ("#D55E00", "v", "worse"),
+    "": ("#595959", "o", "no difference shown"),
+}
+
+
+def forest_plot(
+    comparisons: list[Comparison],
+    path: Path,
+    *,
+    title: str,
+    plan: Plan,
+    numbers: Callable[[Comparison], str],
+) -> None:
+    """Draws one row for each comparison that has a difference.
+
+    Args:
+        comparisons: All with one baseline.
+        path: The PNG.
+        title: Above it.
+        plan: Names the metric and the direction that is better.
+        numbers: What is written at the end of a row.
+
+    Raises:
+        ImportError: matplotlib is missing.
+    """
+    try:
+        from matplotlib.figure import Figure  # draws with Agg, whatever pyplot is set to
+    except ImportError as error:
+        raise ImportError(
+            f"{path.name} needs matplotlib: pip install 'attention-zoo[plots]'"
+        ) from error
+    drawn = [each for each in comparisons if each.difference is not None]
+    figure = Figure(figsize=(9, 1.9 + 0.5 * max(1, len(drawn))), layout="constrained")
+    axes = figure.add_subplot()
+    axes.axvline(0, color="black", linewidth=1, zorder=1)
+    for y, comparison in enumerate(drawn):
+        _row(axes, y, comparison)
+    _label(axes, drawn, plan, numbers)
+    figure.suptitle(title, fontsize=11, wrap=True)
+    _legend(figure, drawn)
+    write_atomically(path, lambda file: figure.savefig(file, format="png", dpi=150))
+
+
+def _style(comparison: Comparison) -> tuple[str, str, str]:
+    return STYLES.get(comparison.verdict, STYLES[""])
+
+
+def _row(axes: Any, y: int, comparison: Comparison) -> None:
+    """Seeds as small dots, their mean as a marker, the interval as a bar."""
+    colour, marker, _ = _style(comparison)
+    if comparison.low is not None:
+        ends = [comparison.low, comparison.high]
+        axes.plot(ends, [y, y], color=colour, linewidth=2.2, solid_capstyle="butt", zorder=2)
+    seeds = comparison.differences if comparison.n > 1 else ()
+    axes.scatter(seeds, [y + 0.22] * len(seeds), s=10, color=colour, alpha=0.6, linewidths=0)
+    axes.scatter([comparison.difference], [y], s=55, color=colour, marker=marker, zorder=3)
+
+
+def _label(
+    axes: Any, drawn: list[Comparison], plan: Plan, numbers: Callable[[Comparison], str]
+) -> None:
+    """Names on the left, numbers on the right, first variant on top."""
+    rows = range(len(drawn))
+    names = [textwrap.fill(each.variant, 36) for each in drawn]
+    axes.set_yticks(rows, names)
+    axes.set_ylim(len(drawn) - 0.5, -0.5)
+    right = axes.secondary_yaxis("right")
+    right.set_yticks(rows, [numbers(each) for each in drawn])
+    for side in (axes, right):
+        side.tick_params(axis="y", length=0)
+    for edge in ("left", "right", "top"):
+        axes.spines[edge].set_visible(False)
+    right.spines["right"].set_visible(False)
+    axes.grid(axis="x", color="0.9", linewidth=0.8)
+    axes.set_axisbelow(True)
+    ends = ("worse", "better") if plan.higher_is_better else ("better", "worse")
+    axes.set_xlabel(
+        f"← {ends[0]}    {plan.metric}, variant minus {plan.baselines[0]}    {ends[1]} →"
+    )
+
+
+def _legend(figure: Any, drawn: list[Comparison]) -> None:
+    """Only what occurs in the plot."""
+    from matplotlib.lines import Line2D
+
+    handles = {
+        style: Line2D([], [], color=style[0], marker=style[1], linewidth=2.2, label=style[2])
+        for style in map(_style, drawn)
+    }
+    dots = Line2D([], [], color="#595959", marker=".", linewidth=0, label="one seed's pair")
+    figure.legend(
+        handles=[*handles.values(), dots],
+        loc="outside lower center",
+        ncols=len(handles) + 1,
+        frameon=False,
+        title="mean of paired differences with 95 % t-interval; verdict after Holm's correction",
+        title_fontsize=9,
+        fontsize=9,
+    )
