@@ -119,6 +119,8 @@ def load_dataset(
     hint = f"; did you mean {near[0]}?" if near else ""
     if kind == "folder":
         hint = "; the path is missing"
+    if Path(spec).is_dir():
+        hint = f"; did you mean folder:{spec}?"
     raise ValueError(f"unknown data {spec!r}: valid are {', '.join(SPECS)}{hint}")
 
 

@@ -291,3 +291,41 @@ def test_a_signal_to_the_whole_group_saves_with_workers(tmp_path):
     assert err.count("stopping after this step") == 1
     assert summary(tmp_path / "run")["status"] == "interrupted"
     assert (tmp_path / "run/model/model.json").exists()
+
+
+def test_attention_flags_reach_the_model_and_a_schedule_resumes(tmp_path):
+    """Kind, position, heads and a temperature that changes with every update, bit for bit."""
+    flags = [*SMALL, "--attention", "window", "--attention-options", "window", "3"]
+    flags += ["--position", "rope", "--num-heads", "2", "--head-dim", "16", "--ema"]
+    flags += ["--temperature", "2:0.5"]
+    launch("train_vit.py", *flags, "--out", tmp_path / "whole")
+    options = json.loads((tmp_path / "whole/model/model.json").read_text())["options"]
+    assert (options["attention"], options["attention_options"]) == ("window", {"window": 3})
+    assert (options["num_heads"], options["head_dim"], options["position"]) == (2, 16, "rope")
+    assert options["temperature"] == 0.5
+    launch("train_vit.py", *flags, "--out", tmp_path / "cut")
+    kept = sorted((tmp_path / "cut/checkpoints").glob("step*"))
+    kept[-1].unlink()  # as if killed in the second epoch
+    (tmp_path / "cut/checkpoints/best.pt").unlink(missing_ok=True)
+    launch("train_vit.py", *flags, "--out", tmp_path / "cut", "--resume", "auto")
+    assert same_weights(tmp_path / "whole", tmp_path / "cut")
+    assert rows(tmp_path / "whole", "val/loss") == rows(tmp_path / "cut", "val/loss")
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--attention", "windo"], "did you mean 'window'"),
+        (["--attention", "window", "--attention-options", "windows", "3"], "windows"),
+        (["--attention", "linear", "--position", "relative"], "no scores to add a bias to"),
+        (["--temperature", "hot"], "temperature 'hot'"),
+        (["--temperature", "2:1", "--compile"], "compile"),
+        (["--num-heads", "3"], "num_heads (3)"),
+        (["--position", "rope", "--head-dim", "6"], "head_dim (6)"),
+    ],
+)
+def test_attention_mistakes_stop_before_training(tmp_path, flags, words):
+    done = launch("train_vit.py", *flags, "--out", tmp_path / "run", ok=False)
+    assert done.returncode != 0
+    assert words in done.stderr
+    assert not (tmp_path / "run/checkpoints").exists()

@@ -386,3 +386,23 @@ def test_layer_decay_and_weight_decay_know_the_new_parameters():
     alone = model.no_weight_decay()
     assert "blocks.3.attn.bias.prior" in alone
     assert all(0 <= model.layer_index(n) <= model.num_layers for n, _ in model.named_parameters())
+
+
+@pytest.mark.parametrize("attention", list_attention())
+def test_checkpointed_gradients_are_the_same(attention):
+    torch.manual_seed(0)
+    options = {"redraw": True} if attention == "performer" else None
+    model = zoo.create_model(
+        "vit_micro_patch2_8", depth=2, attention=attention, attention_options=options
+    ).train()
+    images = torch.randn(2, model.card.preprocessing.in_chans, 8, 8)
+    found = []
+    for enable in (False, True):
+        model.set_grad_checkpointing(enable)
+        torch.manual_seed(1)
+        model.zero_grad()
+        model(images).square().sum().backward()
+        found.append([None if p.grad is None else p.grad.clone() for p in model.parameters()])
+    for one, two in zip(*found, strict=True):
+        assert (one is None) == (two is None)
+        assert one is None or torch.allclose(one, two, rtol=1e-5, atol=1e-7)
