@@ -49,7 +49,8 @@ class Core(nn.Module):
 
                 raise ValueError(
                     f"attention kind {self.kind!r} cannot follow a {rule.kind} mask: "
-                    f"{self.reason}. It supports {', '.join(self.masks) or 'no mask'}; "
+                    f"{self.reason or 'it does not say so in masks'}. "
+                    f"It supports {', '.join(self.masks) or 'no mask'}; "
                     f"kinds that support {rule.kind}: {', '.join(kinds_with_mask(rule.kind))}"
                 )
 

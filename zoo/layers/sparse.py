@@ -44,6 +44,7 @@ class Layout:
         columns: Places that every block sees: (c,).
         random: Numbers of further key blocks of each block, -1 for none: (n r).
         places: Place of each laid-out key, -1 for none: (n s).
+        complete: Whether there is no -1 among them; known here, so that no GPU is waited for.
     """
 
     size: int
@@ -53,6 +54,7 @@ class Layout:
     columns: Tensor
     random: Tensor | None
     places: Tensor
+    complete: bool
 
 
 class Sparse(Core):
@@ -164,7 +166,9 @@ class Sparse(Core):
             far = random[..., None] * size - offset + inner  # n r t
             bad = (random < 0)[..., None] | _in(far, columns) | (far < 0) | (far >= j)
             places.append(far.masked_fill(bad, -1).flatten(1))
-        return Layout(size, first, blocks, self.reach, columns, random, torch.cat(places, 1))
+        laid_out = torch.cat(places, 1)
+        complete = bool((laid_out >= 0).all())
+        return Layout(size, first, blocks, self.reach, columns, random, laid_out, complete)
 
     def _random(self, start: int, blocks: int, j: int, device: torch.device) -> Tensor | None:
         table = self.random_blocks(self._count(j))
@@ -210,7 +214,7 @@ class Sparse(Core):
         found = layout.places >= 0
         near_keys = (2 * layout.reach + 1) * layout.size
         near = self.near(places, cols[..., :near_keys])
-        if mask is None and near is None and found.all():
+        if mask is None and near is None and layout.complete:
             return None
         allowed = found[None, None, :, None]
         if near is not None:
@@ -386,7 +390,8 @@ class Window(Sparse):
             )  # fmt: skip
             prefix = torch.arange(self.num_global, device=q.device).expand(len(table), -1)
             places = torch.cat([prefix, table], 1)
-        allowed = None if bool((places >= 0).all()) else (places >= 0)[None, None, :, None]
+        whole = table.numel() == j - self.num_global  # no window is cut at a border
+        allowed = None if whole else (places >= 0)[None, None, :, None]
         rows, cols = table.clamp(min=0)[..., None], places.clamp(min=0)[:, None]
         if mask is not None:
             ruled = mask.at(rows, cols, i, j)

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -289,6 +291,20 @@ def test_the_worked_example():
     scaled, unscaled = (build_core(kind, 1, 2)(q, k, v)[0, 0, 0] for kind in ("full", "dot"))
     assert scaled.tolist() == pytest.approx([0.584, 0.416], abs=5e-4)
     assert unscaled.tolist() == pytest.approx([0.618, 0.382], abs=5e-4)
+
+
+def test_the_readme_tells_the_masks_of_every_kind():
+    """The table is written by hand and must say what the registry does."""
+    text = (Path(__file__).parents[3] / "README.md").read_text()
+    rows = re.findall(r"^\| (`.*?) \| .*? \| (.*?) \| .*? \|$", text, re.MULTILINE)
+    told = {}
+    for kinds, masks in rows:
+        names, cells = re.findall(r"`(\w+)`", kinds), masks.split("; ")
+        cells = cells * len(names) if len(cells) == 1 else cells
+        told |= dict(zip(names, cells, strict=True))
+    for kind in KINDS:
+        every = supported_masks(kind) == ("padding", "causal", "segment", "dense")
+        assert told[kind] == ("all" if every else ", ".join(supported_masks(kind))), kind
 
 
 # --- the contract of every kind -----------------------------------------------------------------
