@@ -33,6 +33,7 @@ from zoo import engine
 from zoo.diagnostics.cost import saved_bytes
 from zoo.engine.launch import environment, keep_memory
 from zoo.engine.tracking import write_json
+from zoo.layers import Mask, RelativeBias1d
 from zoo.preprocess import normalize
 
 Times = dict[str, list[float]]
@@ -310,6 +311,15 @@ def attentions(config: Config, n: int) -> dict[str, nn.Module]:
             continue
         options = {"max_len": n} if kind == "linformer" else OPTIONS.get(kind, {})
         found[kind] = zoo.layers.create_attention(kind, DIM, HEADS, **options)
+    if "full" in found:
+        full = zoo.layers.create_attention("full", DIM, HEADS)
+        mask = Mask.padding([n - n // 8]) & Mask.causal()
+        found["full, padding & causal"] = Masked(full, mask)
+        if n <= 4096:
+            bias = RelativeBias1d(HEADS)
+            found["full, relative bias"] = zoo.layers.create_attention(
+                "full", DIM, HEADS, bias=bias
+            )
     for kind, package in RIVALS.items():
         if kind in found:
             try:
@@ -317,6 +327,17 @@ def attentions(config: Config, n: int) -> dict[str, nn.Module]:
             except ImportError:
                 print(f"{package} is not installed and left out: pip install {package.split()[-1]}")
     return found
+
+
+class Masked(nn.Module):
+    """Attention that is always given the same mask."""
+
+    def __init__(self, attn: nn.Module, mask: Mask) -> None:
+        super().__init__()
+        self.attn, self.mask = attn, mask
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attn(x, mask=self.mask)
 
 
 def rival(package: str, n: int) -> nn.Module:
