@@ -327,10 +327,11 @@ def _from_folder(
     source = read_source(f"local-dir:{folder}")
     if source.card is None or source.card.architecture is None:
         raise WeightsError(f"{folder} does not say which model it holds")
+    stored = dict(source.card.options)
+    if options.get("attention", stored.get("attention")) != stored.get("attention"):
+        stored.pop("attention_options", None)  # they are another kind's
     try:
-        model = _build(
-            _find(source.card.architecture), {**source.card.options, **options}, class_names
-        )
+        model = _build(_find(source.card.architecture), {**stored, **options}, class_names)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{folder}: {error}") from error
     dtype = _dtype(source)

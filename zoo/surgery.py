@@ -79,17 +79,24 @@ def replace_attention(
             f"its own: {', '.join(core_options(kind)) or 'none'}"
         )
     before = None if inputs is None else _observe(model, found, inputs)
+    made: dict[int, SelfAttention] = {}  # a layer that is shared stays so
     changed = {
-        name: _changed(model, name, layer, kind, number, options)
+        name: made.setdefault(id(layer), _changed(model, name, layer, kind, number, options))
         for number, (name, layer) in enumerate(found.items())
     }
     for name, layer in changed.items():  # after all could be built, so that errors change nothing
         _put(model, name, layer)
-    _note(model, found, kind, options)
     done = Replacement(kind, tuple(found), _new_parameters(changed))
     if before is None or inputs is None:
+        _note(model, found, kind, options)
         return done
-    after = _observe(model, changed, inputs)
+    try:
+        after = _observe(model, changed, inputs)
+    except Exception:
+        for name, old in found.items():
+            _put(model, name, old)
+        raise
+    _note(model, found, kind, options)
     return replace(
         done,
         layer_errors=_layer_errors(model, changed, before),
@@ -101,16 +108,14 @@ def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
     """Self-attention that can be replaced, by name: ours and `timm.layers.Attention`."""
     return {
         name: module
-        for name, module in model.named_modules()
+        for name, module in model.named_modules(remove_duplicate=False)
         if isinstance(module, SelfAttention) or _is_timm(module)
     }
 
 
 def _is_timm(module: nn.Module) -> bool:
     kind = type(module)
-    return kind.__name__ == "Attention" and kind.__module__.startswith("timm.") and all(
-        hasattr(module, part) for part in ("qkv", "q_norm", "k_norm", "proj", "num_heads")
-    )  # fmt: skip
+    return kind.__name__ == "Attention" and kind.__module__ == "timm.layers.attention"
 
 
 def _matching(model: nn.Module, layers: str | Sequence[str]) -> dict[str, nn.Module]:
@@ -134,11 +139,11 @@ def _changed(
     options: dict[str, Any],
 ) -> SelfAttention:
     """A layer of the new kind that shares the old one's projections."""
-    embed = getattr(model, "patch_embed", None)
+    owner = _owner(model, name)
+    grid = getattr(getattr(owner, "patch_embed", None), "grid_size", None)
     known: dict[str, Any] = {}
-    if embed is not None:
-        prefix = getattr(model, "num_prefix_tokens", 0)
-        known = geometry(kind, tuple(embed.grid_size), prefix, number)
+    if isinstance(grid, (tuple, list)):
+        known = geometry(kind, (grid[0], grid[1]), getattr(owner, "num_prefix_tokens", 0), number)
     core = build_core(kind, layer.num_heads, layer.head_dim, **{**known, **options})
     core.to(layer.proj.weight).train(layer.training)
     if layer.attn_drop.p and not core.drops:
@@ -149,6 +154,7 @@ def _changed(
         raise ValueError(f"{name} has a position bias, and kind {kind!r} has no scores to add to")
     copy = layer.__new__(type(layer))
     copy.__dict__ = {**layer.__dict__, "_modules": {**layer._modules, "core": core}}
+    copy._compiled_call_impl = None  # it would call the old layer
     return copy
 
 
@@ -184,14 +190,36 @@ def _note(
     model: nn.Module, found: dict[str, nn.Module], kind: str, options: dict[str, Any]
 ) -> None:
     """The card tells the new kind; a mixture cannot be told, and is refused when saved."""
-    card = getattr(model, "card", None)
+    for owner in {id(m): m for m in (_owner(model, name) for name in found)}.values():
+        _note_one(owner, found, kind, options)
+
+
+def _note_one(
+    owner: nn.Module, found: dict[str, nn.Module], kind: str, options: dict[str, Any]
+) -> None:
+    card = getattr(owner, "card", None)
     if not isinstance(card, ModelCard):
         return
-    if len(found) == len(attention_layers(model)):
+    kinds = {getattr(layer, "core", None) and layer.core.kind for layer in _own_layers(owner)}
+    if kinds == {kind}:
         card = card.with_options(attention=kind, attention_options=options or None)
     else:
         card = replace(card, architecture=None)
-    model.card = card  # type: ignore[assignment]
+    owner.card = card  # type: ignore[assignment]
+
+
+def _own_layers(owner: nn.Module) -> list[Any]:
+    return list(attention_layers(owner).values())
+
+
+def _owner(model: nn.Module, name: str) -> nn.Module:
+    """The nearest module around a layer that embeds patches: it knows the tokens' geometry."""
+    parts = name.split(".")
+    for end in range(len(parts) - 1, -1, -1):
+        module = model.get_submodule(".".join(parts[:end]))
+        if hasattr(module, "patch_embed"):
+            return module
+    return model
 
 
 def _new_parameters(changed: dict[str, SelfAttention]) -> tuple[str, ...]:

@@ -109,3 +109,38 @@ def test_mistakes_are_named():
 def test_build_core_takes_the_kind_only():
     with pytest.raises(ValueError, match="unknown attention kind"):
         build_core("nothing", 2, 4)
+
+
+def test_wrapped_shared_and_compiled_layers():
+    wrapped = torch.nn.Sequential(ours())
+    zoo.replace_attention(wrapped, "window")
+    assert wrapped[0].blocks[0].attn.core.grid == (8, 12)
+    assert wrapped[0].card.options["attention"] == "window"
+    shared = ours()
+    shared.blocks[1].attn = shared.blocks[0].attn
+    zoo.replace_attention(shared, "identity")
+    assert [block.attn.core.kind for block in shared.blocks] == ["identity"] * 4
+    assert shared.blocks[1].attn is shared.blocks[0].attn
+    compiled, x = ours(), torch.randn(IMAGES[ours])
+    before = compiled(x)
+    for block in compiled.blocks:
+        block.attn.compile(backend="eager")
+    zoo.replace_attention(compiled, "identity")
+    assert not torch.allclose(compiled(x), before, atol=1e-4)
+
+
+def test_a_failed_measurement_leaves_the_model_as_it_was():
+    model = ours()
+    before = {name: layer.core for name, layer in attention_layers(model).items()}
+    card = model.card
+    with pytest.raises(ValueError, match="max_len=5"):
+        zoo.replace_attention(model, "linformer", inputs=torch.randn(IMAGES[ours]), max_len=5)
+    assert all(layer.core is before[name] for name, layer in attention_layers(model).items())
+    assert model.card == card
+
+
+def test_another_kind_drops_the_stored_options(tmp_path):
+    model = ours(attention="block", attention_options={"block_size": 8})
+    zoo.save_pretrained(model, tmp_path / "m")
+    again = zoo.create_model(f"local-dir:{tmp_path / 'm'}", attention="full")
+    assert again.card.options["attention"] == "full"

@@ -42,6 +42,10 @@ class Adaptive(Core):
             for name, kind in (("train", train), ("short", short), ("long", long))
         )
 
+        cores = (self.in_training, self.when_short, self.when_long)
+        self.biases = all(core.biases for core in cores)
+        self.drops = all(core.drops for core in cores)
+
     def check_mask(self, mask: Mask | None) -> None:
         for core in (self.in_training, self.when_short, self.when_long):
             core.check_mask(mask)

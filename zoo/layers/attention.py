@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from zoo.layers.mask import Causal, Mask, MaskLike, Padding
+from zoo.layers.mask import Causal, Mask, MaskLike, Padding, check_broadcast
 from zoo.layers.tap import Tap
 
 _explicit_depth = 0
@@ -98,6 +98,18 @@ def attention_weights(
     allowed, empty, unseen = _lower(mask, q, k)
     q, k = q.masked_fill(empty, 0), k.masked_fill(unseen, 0)
     return _softmax(q, k, _scores(allowed, bias, q), scale).masked_fill(empty, 0)
+
+
+def blank_unseen(q: Tensor, k: Tensor, mask: MaskLike) -> tuple[Tensor, Tensor]:
+    """Zeros for queries that see nothing and keys that nobody sees: NaN there is no one's affair.
+
+    For scores that are computed from both before they are masked.
+    """
+    mask = Mask.of(mask)
+    if mask is None:
+        return q, k
+    _, empty, unseen = _lower(mask, q, k)
+    return q.masked_fill(empty, 0), k.masked_fill(unseen, 0)
 
 
 def attend_scores(
@@ -193,6 +205,8 @@ def _by_length(
     scale: float,
 ) -> Tensor:
     """Each sample attends to its own first keys, with no mask; queries beyond them see all."""
+    if not lengths:
+        return v.new_zeros(*q.shape[:3], v.shape[-1])
     outputs = []
     for sample, length in enumerate(lengths):
         one, keys, values = (
@@ -222,11 +236,7 @@ def _lower(mask: Mask, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """
     shape = (*q.shape[:-1], k.shape[-2])
     allowed = mask.lower(shape[-2], shape[-1], device=q.device)
-    if any(size not in (1, full) for size, full in zip(allowed.shape, shape, strict=True)):
-        raise ValueError(
-            f"mask {tuple(allowed.shape)} does not broadcast to (b, h, i, j) = {shape}; "
-            "a padding mask is (b, 1, 1, j)"
-        )
+    check_broadcast(allowed, shape)
     empty = ~allowed.any(-1, keepdim=True)
     unseen = ~allowed.any(-2, keepdim=True).transpose(-2, -1)
     return allowed | empty, empty, unseen

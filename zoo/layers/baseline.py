@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from zoo.layers.attention import attend, attention_weights
 from zoo.layers.core import Core
 from zoo.layers.factory import register_attention
-from zoo.layers.mask import Mask, keys_and_causal
+from zoo.layers.mask import Mask, check_broadcast, keys_and_causal
 from zoo.layers.tap import Tap
 
 
@@ -26,8 +26,8 @@ class Identity(Core):
     without a key give zeros.
     """
 
-    biases: ClassVar[bool] = False
-    drops: ClassVar[bool] = False
+    biases = False
+    drops = False
 
     def forward(
         self,
@@ -45,7 +45,9 @@ class Identity(Core):
         own = F.pad(v, (0, 0, i - j, 0))  # crops where there are more keys than queries
         seen = (rows >= i - j)[None, None]
         if mask is not None:
-            seen = seen & mask.at(rows, (rows + (j - i)).clamp(min=0), i, j)
+            ruled = mask.at(rows, (rows + (j - i)).clamp(0, max(0, j - 1)), i, j)
+            check_broadcast(ruled, q.shape[:3])
+            seen = seen & ruled
         if tap is not None:
             tap.record(lambda: self._weights(seen, q, j))
         return own.masked_fill(~seen[..., None], 0)
@@ -63,8 +65,8 @@ class Mean(Core):
 
     masks: ClassVar[tuple[str, ...]] = ("padding", "causal")
     reason: ClassVar[str] = "it sums the values once and never looks at pairs"
-    biases: ClassVar[bool] = False
-    drops: ClassVar[bool] = False
+    biases = False
+    drops = False
 
     def forward(
         self,
@@ -80,7 +82,7 @@ class Mean(Core):
         i, j = q.shape[-2], k.shape[-2]
         if tap is not None:
             tap.record(lambda: attention_weights(torch.zeros_like(q), torch.zeros_like(k), mask))
-        keys, causal = keys_and_causal(mask, j, v.device)
+        keys, causal = keys_and_causal(mask, len(v), j, v.device)
         seen = v.new_ones(len(v), 1, j, 1, dtype=torch.promote_types(v.dtype, torch.float32))
         if keys is not None:
             seen = seen * keys[:, None, :, None]
@@ -98,7 +100,7 @@ class Mean(Core):
 class Uniform(Core):
     """Exact attention whose scores are all equal: the mean, under any mask, in quadratic time."""
 
-    biases: ClassVar[bool] = False
+    biases = False
 
     def forward(
         self,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from zoo.layers.attention import attend, attend_scores
+from zoo.layers.attention import attend, attend_scores, blank_unseen
 from zoo.layers.mask import Mask, MaskLike
 from zoo.layers.tap import Tap
 
@@ -30,8 +30,8 @@ class Core(nn.Module):
 
     masks: ClassVar[tuple[str, ...]] = ALL_MASKS
     reason: ClassVar[str] = ""  # why other masks are not possible
-    biases: ClassVar[bool] = True
-    drops: ClassVar[bool] = True  # whether there are weights that dropout can act on
+    biases: bool = True
+    drops: bool = True  # whether there are weights that dropout can act on
 
     def __init__(self, num_heads: int, head_dim: int) -> None:
         super().__init__()
@@ -135,6 +135,7 @@ class Additive(Core):
         dropout_p: float = 0.0,
         tap: Tap | None = None,
     ) -> Tensor:
+        q, k = blank_unseen(q, k, mask)
         hidden_q, hidden_k = self.query(q), self.key(k)
         pair = hidden_k.numel() * hidden_k.element_size()  # of one query with all keys
         chunks = hidden_q.split(max(1, self.chunk_bytes // max(1, pair)), dim=2)

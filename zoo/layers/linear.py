@@ -27,8 +27,8 @@ class Kernel(Core):
 
     masks: ClassVar[tuple[str, ...]] = ("padding", "causal")
     reason: ClassVar[str] = "it sums over the keys before it meets a query and never sees pairs"
-    biases: ClassVar[bool] = False
-    drops: ClassVar[bool] = False
+    biases = False
+    drops = False
 
     def features(self, q: Tensor, k: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor]:
         """(b h i e), (b h j e) in fp32 -> (b h i m), (b h j m); `keys` (b|1 j) may be seen."""
@@ -45,7 +45,7 @@ class Kernel(Core):
         dropout_p: float = 0.0,
         tap: Tap | None = None,
     ) -> Tensor:
-        keys, causal = keys_and_causal(mask, k.shape[-2], k.device)
+        keys, causal = keys_and_causal(mask, len(v), k.shape[-2], k.device)
         hidden = None if keys is None else ~keys[:, None, :, None]
         dtype = torch.promote_types(v.dtype, torch.float32)
         with torch.autocast(v.device.type, enabled=False):
@@ -111,7 +111,12 @@ class Linear(Kernel):
     """Features elu(x) + 1 (Linear Transformer, arXiv 2006.16236)."""
 
     def features(self, q: Tensor, k: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor]:
-        return F.elu(q) + 1, F.elu(k) + 1
+        return _elu_plus_one(q), _elu_plus_one(k)
+
+
+def _elu_plus_one(x: Tensor) -> Tensor:
+    """Not as `F.elu(x) + 1`, which rounds exp(x) to nothing below -17."""
+    return torch.where(x > 0, x + 1, x.clamp(max=0).exp())
 
 
 @register_attention("performer")
@@ -120,6 +125,9 @@ class Performer(Kernel):
 
     Nothing is stored with the weights: `seed` gives the features. With `redraw` each training step
     draws new ones from torch's generator, and evaluation keeps those of the seed.
+
+    Features are exponentials in fp32: where scores lie more than about 80 below the largest key's,
+    causal queries that see only such keys get zeros.
 
     Args:
         num_features: m; by default e ln(e).
@@ -143,9 +151,18 @@ class Performer(Kernel):
         self.num_features = default if num_features is None else num_features
         if self.num_features < 1:
             raise ValueError(f"num_features ({num_features}) must be at least 1")
-        self.redraw = redraw
+        self.redraw, self.seed = redraw, seed
         directions = orthogonal_features(self.num_features, head_dim, generator(seed, "performer"))
         self.register_buffer("directions", directions, persistent=False)  # m e
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Performer:
+        """Moves the features, but never rounds them, and makes them where memory is fresh."""
+        super()._apply(fn, recurse)
+        if self.directions.device.type != "meta":
+            rng = generator(self.seed, "performer")
+            made = orthogonal_features(self.num_features, self.head_dim, rng)
+            self.directions = made.to(self.directions.device)
+        return self
 
     def features(self, q: Tensor, k: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor]:
         directions = self.directions
@@ -189,7 +206,7 @@ class Linformer(Core):
 
     masks: ClassVar[tuple[str, ...]] = ("padding",)
     reason: ClassVar[str] = "it mixes all positions of the keys before a query meets them"
-    biases: ClassVar[bool] = False
+    biases = False
 
     def __init__(
         self, num_heads: int, head_dim: int, *, max_len: int = 512, rank: int | None = None
@@ -221,7 +238,7 @@ class Linformer(Core):
                 f"linformer was built for max_len={self.max_len} keys and got {j}: build it with "
                 f"max_len={j}, or take a kind without a longest sequence"
             )
-        keys, _ = keys_and_causal(mask, j, k.device)
+        keys, _ = keys_and_causal(mask, len(v), j, k.device)
         if keys is not None:
             hidden = ~keys[:, None, :, None]
             k, v = k.masked_fill(hidden, 0), v.masked_fill(hidden, 0)

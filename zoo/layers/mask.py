@@ -183,7 +183,9 @@ class Either(Mask):
         return "dense"
 
 
-def keys_and_causal(mask: Mask | None, j: int, device: torch.device) -> tuple[Tensor | None, bool]:
+def keys_and_causal(
+    mask: Mask | None, b: int, j: int, device: torch.device
+) -> tuple[Tensor | None, bool]:
     """Padding and causal rules apart: keys that may be seen (b|1 j), None for all; causal or not.
 
     For kernels that never see pairs. Other rules are refused before (`Core.check_mask`).
@@ -193,9 +195,20 @@ def keys_and_causal(mask: Mask | None, j: int, device: torch.device) -> tuple[Te
         if isinstance(rule, Causal):
             causal = True
         else:
-            seen = rule.lower(1, j, device)[:, 0, 0].expand(-1, j)
+            seen = rule.lower(1, j, device)
+            check_broadcast(seen, (b, 1, 1, j))
+            seen = seen[:, 0, 0].expand(-1, j)
             keys = seen if keys is None else keys & seen
     return keys, causal
+
+
+def check_broadcast(allowed: Tensor, shape: tuple[int, ...]) -> None:
+    """Refuses a mask that does not broadcast to the scores."""
+    if any(size not in (1, full) for size, full in zip(allowed.shape, shape, strict=True)):
+        raise ValueError(
+            f"mask {tuple(allowed.shape)} does not broadcast to (b, h, i, j) = {tuple(shape)}; "
+            "a padding mask is (b, 1, 1, j)"
+        )
 
 
 def _leading(values: Tensor, positions: Tensor) -> Tensor:
@@ -217,7 +230,7 @@ def _boolean(mask: object) -> Tensor:
 
 
 def _integers(name: str, values: Tensor | Sequence[int], axes: str) -> Tensor:
-    tensor = torch.as_tensor(values)
+    tensor = torch.as_tensor(values, dtype=None if len(values) else torch.long)
     if tensor.is_floating_point() or tensor.dtype == torch.bool:
         raise TypeError(f"{name} must hold integers, got {tensor.dtype}")
     if tensor.ndim != len(axes.split()):

@@ -115,7 +115,10 @@ class MultiHead(nn.Module):
             groups = self.num_heads // self.num_kv_heads
             k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
         dropout_p = self.attn_drop.p if self.training else 0.0
-        x = self.core(q, k, v, mask, bias=self.bias, dropout_p=dropout_p, tap=self.tap)
+        if 0 in (*q.shape[:3], k.shape[2]):  # no sample, no query or no key
+            x = v.new_zeros(*q.shape[:3], v.shape[-1])
+        else:
+            x = self.core(q, k, v, mask, bias=self.bias, dropout_p=dropout_p, tap=self.tap)
         return self.proj_drop(self.proj(merge_heads(x)))
 
 

@@ -142,12 +142,18 @@ class Sparse(Core):
         return attention_weights(q, k, allowed, bias=added)
 
     def _layout(self, i: int, j: int, device: torch.device) -> Layout:
-        key = (i, j, device)
-        if key not in self._layouts:
+        layout = self._layouts.get((i, j, device))
+        if layout is None:
+            with torch.inference_mode(False):  # usable under autograd whoever asked first
+                layout = self._make_layout(i, j, device)
             if len(self._layouts) > 8:  # lengths that vary without end
-                self._layouts.clear()
-            self._layouts[key] = self._make_layout(i, j, device)
-        return self._layouts[key]
+                self._layouts = {}
+            self._layouts[i, j, device] = layout
+        return layout
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles make their own tables."""
+        return {**self.__dict__, "_layouts": {}}
 
     def _make_layout(self, i: int, j: int, device: torch.device) -> Layout:
         size, offset = self.size, self.offset()
@@ -404,20 +410,25 @@ class Window(Sparse):
     def _table(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Tokens of each window, -1 for none (n t); place of each patch in that table."""
         if device not in self._windows:
-            assert self.grid is not None
-            axes = [
-                torch.arange(-shift, -(-(size + shift) // side) * side - shift).unflatten(
-                    0, (-1, side)
-                )
-                for size, side, shift in zip(self.grid, self.window, self.shift, strict=True)
-            ]
-            row, col = axes[0][:, None, :, None], axes[1][None, :, None, :]
-            inside = (row >= 0) & (row < self.grid[0]) & (col >= 0) & (col < self.grid[1])
-            table = (self.num_global + row * self.grid[1] + col).masked_fill(~inside, -1)
-            table = table.flatten(2).flatten(0, 1)
-            inverse = table.flatten().argsort()[-math.prod(self.grid) :]
-            self._windows[device] = table.to(device), inverse.to(device)
+            with torch.inference_mode(False):  # usable under autograd whoever asked first
+                self._windows[device] = self._make_table(device)
         return self._windows[device]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_windows": {}}
+
+    def _make_table(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        assert self.grid is not None
+        axes = [
+            torch.arange(-shift, -(-(size + shift) // side) * side - shift).unflatten(0, (-1, side))
+            for size, side, shift in zip(self.grid, self.window, self.shift, strict=True)
+        ]
+        row, col = axes[0][:, None, :, None], axes[1][None, :, None, :]
+        inside = (row >= 0) & (row < self.grid[0]) & (col >= 0) & (col < self.grid[1])
+        table = (self.num_global + row * self.grid[1] + col).masked_fill(~inside, -1)
+        table = table.flatten(2).flatten(0, 1)
+        inverse = table.flatten().argsort()[-math.prod(self.grid) :]
+        return table.to(device), inverse.to(device)
 
 
 def _shift(shift: bool | int | Sequence[int], window: tuple[int, ...]) -> tuple[int, ...]:

@@ -609,3 +609,72 @@ def test_padding_and_causal_need_no_square():
         out.sum().backward()
     expected = core(q, k, v, Mask.dense(mask.lower(n, n)))
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_inference_first_and_training_after(kind):
+    attn, x = make(kind), torch.randn(2, 40, DIM)
+    with torch.inference_mode():
+        attn(x)
+    attn(x).sum().backward()
+
+
+def test_windows_of_an_image_train_after_inference():
+    attn = create_attention("window", DIM, H, window=2, grid=(4, 4), num_global=1)
+    with torch.inference_mode():
+        attn(torch.randn(1, 17, DIM))
+    attn(torch.randn(1, 17, DIM)).sum().backward()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nan_in_padding_leaves_gradients_of_the_real_finite(kind):
+    core = core_of(kind, SMALL.get(kind, {}))
+    q = torch.randn(1, H, 5, E, requires_grad=True)
+    k, v = (torch.randn(1, H, 5, E).index_fill_(2, torch.tensor([3, 4]), math.nan) for _ in "kv")
+    k.requires_grad_()
+    v.requires_grad_()
+    core(q, k, v, Mask.padding([3]))[:, :, :3].sum().backward()  # the others are padding too
+    for x in (q, k, v, *core.parameters()):
+        assert x.grad is None or x.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("b", "n"), [(0, 5), (2, 0), (0, 300)])
+def test_nothing_in_nothing_out(kind, b, n):
+    attn = make(kind, **({"max_len": 300} if kind == "linformer" else {}))
+    out = attn(torch.randn(b, n, DIM), mask=Mask.padding([n] * b))
+    assert out.shape == (b, n, DIM)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_mask_for_another_batch_is_refused(kind):
+    with pytest.raises(ValueError, match=r"mask .* does not broadcast"):
+        make(kind)(torch.randn(1, 11, DIM), mask=Mask.padding([3, 4, 5]))
+
+
+def test_linear_keeps_small_features():
+    q, k, v = torch.full((1, 1, 1, 4), -18.0), torch.zeros(1, 1, 2, 4), torch.ones(1, 1, 2, 4)
+    assert build_core("linear", 1, 4)(q, k, v).tolist() == [[[[1.0] * 4]]]
+
+
+def test_adaptive_promises_what_all_its_parts_can():
+    for options in ({"bias": nn.Identity()}, {"attn_drop": 0.5}):
+        with pytest.raises(ValueError, match=r"adaptive"):
+            make("adaptive", train="identity", **options)
+
+
+def test_performer_features_come_from_the_seed_alone():
+    core = build_core("performer", H, E)
+    expected = core.directions.clone()
+    assert torch.equal(core.bfloat16().float().directions, expected)
+    with torch.device("meta"):
+        empty = build_core("performer", H, E)
+    assert torch.equal(empty.to_empty(device="cpu").directions, expected)
+
+
+def test_layouts_are_not_copied():
+    core = build_core("strided", H, E, stride=2)
+    q = torch.randn(1, H, 50, E)
+    core(q, q, q)
+    assert copy.deepcopy(core)._layouts == {}
+    assert len(core._layouts) == 1
