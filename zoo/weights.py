@@ -249,6 +249,8 @@ def _check_options(model: nn.Module, source: Source, allowed: set[str]) -> None:
     card = getattr(model, "card", None)
     if source.card is None or not isinstance(card, ModelCard):
         return
+    if "attention" in allowed:  # its options are another kind's
+        allowed = {*allowed, "attention_options"}
     different = {
         name: pair for name, pair in source.card.differences(card).items() if name not in allowed
     }
