@@ -307,7 +307,7 @@ def attentions(config: Config, n: int) -> dict[str, nn.Module]:
     """Our kinds at length n, and the packages that are installed."""
     found: dict[str, nn.Module] = {}
     for kind in config.kinds or zoo.layers.list_attention():
-        if kind in SQUARE[1:] and n > 4096:
+        if kind in SQUARE[1:] and n > (1024 if kind == "additive" else 4096):
             continue
         options = {"max_len": n} if kind == "linformer" else OPTIONS.get(kind, {})
         found[kind] = zoo.layers.create_attention(kind, DIM, HEADS, **options)
