@@ -438,7 +438,8 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
                 marker="osv^D"[number // 10], color=f"C{number % 10}", label=name,
             )  # fmt: skip
         axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel=label)
-        axes.set_xticks([r["n"] for r in train], [f"{r['n']:,}" for r in train])
+        lengths = sorted({r["n"] for r in train})
+        axes.set_xticks(lengths, [f"{n:,}" for n in lengths])
         axes.grid(alpha=0.3)
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center")
     figure.savefig(path, dpi=130)
