@@ -222,7 +222,7 @@ def test_values_and_gradients_equal_the_definition(kind, options, i, j, batch):
         theirs = torch.autograd.grad(expected, doubles, seed.double(), allow_unused=True)
         for a, b in zip(ours, theirs, strict=True):
             a, b = (torch.zeros(1) if g is None else g.float() for g in (a, b))
-            torch.testing.assert_close(*torch.broadcast_tensors(a, b), rtol=1e-4, atol=2e-5)
+            torch.testing.assert_close(*torch.broadcast_tensors(a, b), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
