@@ -13,7 +13,6 @@ epoch of training with a bare loop on tensors in memory. Peers that are not inst
 
 from __future__ import annotations
 
-import gc
 import tempfile
 import time
 from collections.abc import Callable
@@ -30,13 +29,11 @@ from torch import Tensor, nn
 import vision
 import zoo
 from zoo import engine
-from zoo.diagnostics.cost import saved_bytes
+from zoo.diagnostics.cost import Times, in_turn, saved_bytes, synchronize
 from zoo.engine.launch import environment, keep_memory
 from zoo.engine.tracking import write_json
 from zoo.layers import Mask, RelativeBias1d
 from zoo.preprocess import normalize
-
-Times = dict[str, list[float]]
 
 
 @dataclass(frozen=True)
@@ -169,31 +166,6 @@ def inference(model: nn.Module, images: Tensor, targets: Tensor) -> Callable[[],
             model(images)
 
     return step
-
-
-def in_turn(steps: dict[str, Callable[[], None]], repeats: int, device: str) -> Times:
-    """Seconds of each candidate in each round; the order is drawn anew in every round."""
-    times: Times = {name: [] for name in steps}
-    names, order = list(steps), np.random.default_rng(0)
-    gc.collect()
-    gc.disable()
-    try:
-        for turn in range(repeats + 2):  # two rounds to warm up
-            for name in order.permutation(names):
-                synchronize(device)
-                start = time.perf_counter()
-                steps[name]()
-                synchronize(device)
-                if turn >= 2:
-                    times[name].append(time.perf_counter() - start)
-    finally:
-        gc.enable()
-    return times
-
-
-def synchronize(device: str) -> None:
-    if device.startswith("cuda"):
-        torch.cuda.synchronize()
 
 
 def row(task: str, name: str, times: Times, ours: str = "zoo", **extra: Any) -> dict[str, Any]:

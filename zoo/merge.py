@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from zoo.card import ModelCard
-from zoo.layers import resample_grid, resample_prior, resample_table
+from zoo.layers import Core, resample_grid, resample_prior, resample_table
 from zoo.sources import Source, listed
 
 _PREFIXES = ("module.", "_orig_mod.")
@@ -69,17 +69,29 @@ class Merge:
         self.misfits: dict[str, str] = {}
         self.stem = _key_of_stem(model)
         self.head = head_keys(model)
+        self.untrained = self._of_another_kind()
         self.matched = 0
         for key in self.state:
             self._decide(key)
         self._drop_head()
+
+    def _of_another_kind(self) -> set[str]:
+        """Weights that a kind of attention adds, where the source has another kind."""
+        cores = [name for name, m in self.model.named_modules() if isinstance(m, Core)]
+        own = {key for key in self.state if any(key.startswith(f"{name}.") for name in cores)}
+        theirs, ours = self.source.card, getattr(self.model, "card", None)
+        if theirs is not None and isinstance(ours, ModelCard):
+            same = "attention" not in theirs.differences(ours)
+        else:
+            same = any(key in self.tensors for key in own)
+        return set() if same else own
 
     def _decide(self, key: str) -> None:
         wanted, value = self.state[key], self.tensors.get(key)
         if value is None:
             if key in self.head and not any(k in self.tensors for k in self.head):
                 self.reinitialized[key] = "the source has no classifier"
-            elif ".core." in key:
+            elif key in self.untrained:
                 self.reinitialized[key] = "the source has another kind of attention"
         elif key in self.grids and value.ndim == 3:
             self._positions(key, value)

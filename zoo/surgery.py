@@ -29,7 +29,7 @@ class Replacement:
         kind: The new kind.
         layers: Names of the modules that changed.
         new_parameters: Names of parameters that the kind brings, untrained.
-        layer_errors: |new - full| / |full| of each layer's output on the inputs it had before.
+        layer_errors: |new - old| / |old| of each layer's output on the inputs it had before.
         output_error: The same of the model's output; None where no inputs were given.
     """
 
@@ -80,23 +80,22 @@ def replace_attention(
         )
     before = None if inputs is None else _observe(model, found, inputs)
     made: dict[int, SelfAttention] = {}  # a layer that is shared stays so
-    changed = {
-        name: made.setdefault(id(layer), _changed(model, name, layer, kind, number, options))
-        for number, (name, layer) in enumerate(found.items())
-    }
+    for number, (name, layer) in enumerate(found.items()):
+        if id(layer) not in made:
+            made[id(layer)] = _changed(model, name, layer, kind, number, options)
+    changed = {name: made[id(layer)] for name, layer in found.items()}
     for name, layer in changed.items():  # after all could be built, so that errors change nothing
         _put(model, name, layer)
     done = Replacement(kind, tuple(found), _new_parameters(changed))
-    if before is None or inputs is None:
-        _note(model, found, kind, options)
-        return done
     try:
-        after = _observe(model, changed, inputs)
+        after = None if inputs is None else _observe(model, changed, inputs)
     except Exception:
         for name, old in found.items():
             _put(model, name, old)
         raise
     _note(model, found, kind, options)
+    if before is None or after is None:
+        return done
     return replace(
         done,
         layer_errors=_layer_errors(model, changed, before),
@@ -164,9 +163,9 @@ class TimmAttention(SelfAttention):
     def __init__(self, name: str, host: Any, core: nn.Module) -> None:
         if getattr(host, "gate", None) is not None or not isinstance(host.norm, nn.Identity):
             raise ValueError(f"{name} gates or normalises its output, which no kind of ours does")
-        super().__init__(
-            host.qkv.in_features, host.num_heads, head_dim=host.head_dim, core=core  # type: ignore[arg-type]
-        )  # fmt: skip
+        width, heads = host.qkv.in_features, host.num_heads
+        with torch.device("meta"):  # the host's parts take the places below
+            super().__init__(width, heads, head_dim=host.head_dim, core=core)  # type: ignore[arg-type]
         for part in ("qkv", "q_norm", "k_norm", "attn_drop", "proj", "proj_drop"):
             setattr(self, part, getattr(host, part))
         self.train(host.training)
@@ -191,25 +190,15 @@ def _note(
 ) -> None:
     """The card tells the new kind; a mixture cannot be told, and is refused when saved."""
     for owner in {id(m): m for m in (_owner(model, name) for name in found)}.values():
-        _note_one(owner, found, kind, options)
-
-
-def _note_one(
-    owner: nn.Module, found: dict[str, nn.Module], kind: str, options: dict[str, Any]
-) -> None:
-    card = getattr(owner, "card", None)
-    if not isinstance(card, ModelCard):
-        return
-    kinds = {getattr(layer, "core", None) and layer.core.kind for layer in _own_layers(owner)}
-    if kinds == {kind}:
-        card = card.with_options(attention=kind, attention_options=options or None)
-    else:
-        card = replace(card, architecture=None)
-    owner.card = card  # type: ignore[assignment]
-
-
-def _own_layers(owner: nn.Module) -> list[Any]:
-    return list(attention_layers(owner).values())
+        card = getattr(owner, "card", None)
+        if not isinstance(card, ModelCard):
+            continue
+        layers: list[Any] = list(attention_layers(owner).values())
+        if all(isinstance(m, SelfAttention) and m.core.kind == kind for m in layers):
+            card = card.with_options(attention=kind, attention_options=options or None)
+        else:
+            card = replace(card, architecture=None)
+        owner.card = card  # type: ignore[assignment]
 
 
 def _owner(model: nn.Module, name: str) -> nn.Module:

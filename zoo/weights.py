@@ -249,11 +249,10 @@ def _check_options(model: nn.Module, source: Source, allowed: set[str]) -> None:
     card = getattr(model, "card", None)
     if source.card is None or not isinstance(card, ModelCard):
         return
-    if "attention" in allowed:  # its options are another kind's
+    different = source.card.differences(card)
+    if "attention" in different and "attention" in allowed:  # its options are another kind's
         allowed = {*allowed, "attention_options"}
-    different = {
-        name: pair for name, pair in source.card.differences(card).items() if name not in allowed
-    }
+    different = {name: pair for name, pair in different.items() if name not in allowed}
     if different:
         shown = "; ".join(f"{k}: {a!r} there, {b!r} here" for k, (a, b) in different.items())
         raise WeightsError(

@@ -144,3 +144,19 @@ def test_another_kind_drops_the_stored_options(tmp_path):
     zoo.save_pretrained(model, tmp_path / "m")
     again = zoo.create_model(f"local-dir:{tmp_path / 'm'}", attention="full")
     assert again.card.options["attention"] == "full"
+
+
+def test_a_file_that_lost_a_kinds_weights_is_refused(tmp_path):
+    """Weights of a kind are left untrained only where the source has another kind."""
+    model = ours(attention="linformer")
+    folder = zoo.save_pretrained(model, tmp_path / "m")
+    state = {k: v for k, v in model.state_dict().items() if k != "blocks.0.attn.core.key"}
+    torch.save(state, tmp_path / "cut.pt")
+    with pytest.raises(WeightsError, match=r"blocks\.0\.attn\.core\.key"):
+        zoo.load_pretrained(ours(attention="linformer"), f"file:{tmp_path / 'cut.pt'}")
+    block = ours(attention="block", attention_options={"block_size": 8})
+    folder = zoo.save_pretrained(block, tmp_path / "b")
+    with pytest.raises(WeightsError, match="attention_options"):  # the same kind, other options
+        zoo.create_model(
+            "vit_micro_patch4_32", pretrained=f"local-dir:{folder}", attention="block", **OURS
+        )

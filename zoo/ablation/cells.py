@@ -18,7 +18,7 @@ from typing import Any
 
 from zoo.ablation.plan import Cell, Plan, cells_of, flag_words, keep_plan
 from zoo.ablation.results import seconds_left, write_results
-from zoo.engine.launch import _cores
+from zoo.engine.run import take_lock
 
 POLL_SECONDS = 0.1
 TAIL_LINES = 12  # of a failed cell's log
@@ -90,14 +90,8 @@ def _check(plan: Plan, workers: int, threads: int) -> None:
 def _alone(out: Path) -> Iterator[None]:
     """Keeps other runners out of the folder; the lock ends with this process, however it ends."""
     with (out / ".lock").open("w") as file:
-        try:
-            import fcntl
-
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except ImportError:  # Windows
-            pass
-        except OSError:
-            raise FileExistsError(f"another process is running cells in {out}") from None
+        if not take_lock(file.fileno()):
+            raise FileExistsError(f"another process is running cells in {out}")
         yield
 
 
@@ -218,27 +212,12 @@ def _start(plan: Plan, cell: Cell, threads: int) -> subprocess.Popen[bytes]:
         log.flush()
         return subprocess.Popen(
             [*(follow if sys.platform == "linux" else []), *command],
-            env={**os.environ, **_thread_variables(threads)},
+            env={**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # Ctrl-C comes from the runner only, once
         )
-
-
-def _thread_variables(threads: int) -> dict[str, str]:
-    """The environment that limits a cell's threads.
-
-    Under `accelerate launch` a recipe shares all cores among LOCAL_WORLD_SIZE processes, whatever
-    the rest says (zoo.engine.launch.set_threads), and would take all of them for each cell.
-    """
-    sharing = max(1, _cores() // threads)
-    count = str(threads)
-    return {
-        "OMP_NUM_THREADS": count,
-        "MKL_NUM_THREADS": count,
-        "LOCAL_WORLD_SIZE": str(sharing),
-    }
 
 
 def _command(plan: Plan, cell: Cell) -> list[str]:

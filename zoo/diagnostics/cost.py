@@ -5,13 +5,16 @@ Shapes: b batch.
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from zoo.layers import explicit_attention
+
+Times = dict[str, list[float]]
 
 
 def count_flops(model: nn.Module, inputs: Tensor) -> int:
@@ -48,15 +51,30 @@ def saved_bytes(model: nn.Module, inputs: Tensor) -> int:
     return total
 
 
-def seconds_in_turn(
-    steps: dict[str, Callable[[], object]], repeats: int = 7
-) -> dict[str, list[float]]:
-    """Times every step once a round, so that a machine's moods meet all alike."""
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for turn in range(repeats + 1):  # the first round warms up
-        for name, step in steps.items():
-            start = time.perf_counter()
-            step()
-            if turn:
-                times[name].append(time.perf_counter() - start)
+def in_turn(
+    steps: Mapping[str, Callable[[], object]], repeats: int = 7, device: str = "cpu"
+) -> Times:
+    """Seconds of each candidate in each round; the order is drawn anew in every round."""
+    import numpy as np
+
+    times: Times = {name: [] for name in steps}
+    names, order = list(steps), np.random.default_rng(0)
+    gc.collect()
+    gc.disable()
+    try:
+        for turn in range(repeats + 2):  # two rounds to warm up
+            for name in order.permutation(names):
+                synchronize(device)
+                start = time.perf_counter()
+                steps[name]()
+                synchronize(device)
+                if turn >= 2:
+                    times[name].append(time.perf_counter() - start)
+    finally:
+        gc.enable()
     return times
+
+
+def synchronize(device: str) -> None:
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()

@@ -32,6 +32,8 @@ def launcher_arguments() -> tuple[list[str], dict[str, str]]:
             command = parent.cmdline()
             if LAUNCHERS & {os.path.basename(word) for word in command[:4]}:
                 return command, parent.environ()
+            if os.path.basename(command[0] if command else "").startswith("python"):
+                break  # another program started us, such as an ablation: its launcher is not ours
     except psutil.Error:
         pass
     return [], {}
@@ -48,7 +50,6 @@ def _flag(command: list[str], name: str) -> str | None:
 
 def follow_launcher(command: list[str]) -> None:
     """On Linux: SIGTERM for this process when its launcher dies, instead of training on unseen."""
-    import ctypes
     import signal
 
     if command and sys.platform == "linux":

@@ -29,12 +29,12 @@ from zoo.engine.checkpoint import (
 )
 from zoo.engine.optim import EMA, adamw, set_lr, warmup_cosine
 from zoo.engine.run import Run
+from zoo.engine.temperature import ScheduleFn
 from zoo.engine.tracking import Progress, Tracking, write_json
 from zoo.rng import derive_seed
 
 StepFn = Callable[[nn.Module, Batch], torch.Tensor]
 PrepareFn = Callable[[Batch], Batch]
-ScheduleFn = Callable[[nn.Module, float], None]
 EvaluateFn = Callable[[nn.Module], "dict[str, float] | None"]
 Window = Iterable["tuple[MicroBatch, Batch]"]
 

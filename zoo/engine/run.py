@@ -308,7 +308,7 @@ def _take_lock(folder: Path) -> int:
     """
     lock = os.open(folder / ".lock", os.O_CREAT | os.O_RDWR)
     deadline = time.monotonic() + LOCK_SECONDS
-    while not _locked(lock):
+    while not take_lock(lock):
         if time.monotonic() > deadline:
             os.close(lock)
             raise FileExistsError(f"another process is training in {folder}")
@@ -316,7 +316,8 @@ def _take_lock(folder: Path) -> int:
     return lock
 
 
-def _locked(lock: int) -> bool:
+def take_lock(lock: int) -> bool:
+    """Whether this process now has the advisory lock of an open file; always on Windows."""
     try:
         import fcntl
     except ImportError:  # Windows

@@ -41,7 +41,6 @@ class Adaptive(Core):
             _build(name, kind, num_heads, head_dim)
             for name, kind in (("train", train), ("short", short), ("long", long))
         )
-
         cores = (self.in_training, self.when_short, self.when_long)
         self.biases = all(core.biases for core in cores)
         self.drops = all(core.drops for core in cores)

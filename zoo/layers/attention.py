@@ -132,7 +132,7 @@ def attend_scores(
         weights = weights.masked_fill(empty, 0)
     if tap is not None:
         tap.record(lambda: weights)
-    with _without_autocast(v):
+    with without_autocast(v):
         return (F.dropout(weights, dropout_p) @ v.to(weights.dtype)).to(v.dtype)
 
 
@@ -152,13 +152,13 @@ def _explicit(
     q: Tensor, k: Tensor, v: Tensor, scores: Tensor | None, dropout_p: float, scale: float
 ) -> Tensor:
     weights = F.dropout(_softmax(q, k, scores, scale), dropout_p)
-    with _without_autocast(q):
+    with without_autocast(q):
         return (weights @ v.to(weights.dtype)).to(v.dtype)
 
 
 def _softmax(q: Tensor, k: Tensor, added: Tensor | None, scale: float) -> Tensor:
     dtype = torch.promote_types(q.dtype, torch.float32)
-    with _without_autocast(q):
+    with without_autocast(q):
         scores = (q.to(dtype) * scale) @ k.to(dtype).transpose(-2, -1)  # b h i j
     if added is not None and added.dtype == torch.bool:
         scores = scores.masked_fill(~added, float("-inf"))
@@ -251,7 +251,7 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(t if t.dtype == torch.float64 else t.to(dtype) for t in tensors)
 
 
-def _without_autocast(x: Tensor) -> AbstractContextManager:
+def without_autocast(x: Tensor) -> AbstractContextManager:
     device = x.device.type
     if not torch.amp.is_autocast_available(device):  # the meta device has none
         return nullcontext()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from zoo.layers.attention import attend
+from zoo.layers.attention import attend, without_autocast
 from zoo.layers.core import Core
 from zoo.layers.factory import register_attention
 from zoo.layers.mask import Mask, keys_and_causal
@@ -48,7 +48,7 @@ class Kernel(Core):
         keys, causal = keys_and_causal(mask, len(v), k.shape[-2], k.device)
         hidden = None if keys is None else ~keys[:, None, :, None]
         dtype = torch.promote_types(v.dtype, torch.float32)
-        with torch.autocast(v.device.type, enabled=False):
+        with without_autocast(v):
             if hidden is not None:
                 k, v = k.masked_fill(hidden, 0), v.masked_fill(hidden, 0)
             phi_q, phi_k = self.features(q.to(dtype), k.to(dtype), keys)

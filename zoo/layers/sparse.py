@@ -44,7 +44,7 @@ class Layout:
         columns: Places that every block sees: (c,).
         random: Numbers of further key blocks of each block, -1 for none: (n r).
         places: Place of each laid-out key, -1 for none: (n s).
-        complete: Whether there is no -1 among them; known here, so that no GPU is waited for.
+        allowed: Which of them each query sees: (1 1 n t s); None: all.
     """
 
     size: int
@@ -54,7 +54,7 @@ class Layout:
     columns: Tensor
     random: Tensor | None
     places: Tensor
-    complete: bool
+    allowed: Tensor | None
 
 
 class Sparse(Core):
@@ -146,7 +146,7 @@ class Sparse(Core):
         if layout is None:
             with torch.inference_mode(False):  # usable under autograd whoever asked first
                 layout = self._make_layout(i, j, device)
-            if len(self._layouts) > 8:  # lengths that vary without end
+            if len(self._layouts) > 1:  # training's and evaluation's; others come and go
                 self._layouts = {}
             self._layouts[i, j, device] = layout
         return layout
@@ -164,17 +164,27 @@ class Sparse(Core):
         near = torch.arange((2 * self.reach + 1) * size, device=device) - self.reach * size
         near = first + numbers * size + near  # n s
         columns = torch.tensor(self.columns(j), device=device, dtype=torch.long)
-        near = near.masked_fill(_in(near, columns) | (near < 0) | (near >= j), -1)
+        near = near.masked_fill(torch.isin(near, columns) | (near < 0) | (near >= j), -1)
         places = [near, columns.expand(blocks, -1)]
         random = self._random(start, blocks, j, device)
         if random is not None:
             inner = torch.arange(size, device=device)
             far = random[..., None] * size - offset + inner  # n r t
-            bad = (random < 0)[..., None] | _in(far, columns) | (far < 0) | (far >= j)
+            bad = (random < 0)[..., None] | torch.isin(far, columns) | (far < 0) | (far >= j)
             places.append(far.masked_fill(bad, -1).flatten(1))
         laid_out = torch.cat(places, 1)
-        complete = bool((laid_out >= 0).all())
-        return Layout(size, first, blocks, self.reach, columns, random, laid_out, complete)
+        allowed = self._allowed(first + torch.arange(blocks * size, device=device), laid_out)
+        return Layout(size, first, blocks, self.reach, columns, random, laid_out, allowed)
+
+    def _allowed(self, rows: Tensor, cols: Tensor) -> Tensor | None:
+        """By place: (n t) queries in a row, (n s) keys -> (1 1 n t s); None where all is seen."""
+        rows, cols = rows.view(len(cols), -1, 1), cols[:, None]
+        near_keys = (2 * self.reach + 1) * self.size
+        near = self.near(rows, cols[..., :near_keys])
+        allowed = cols >= 0
+        if near is not None:
+            allowed = allowed & F.pad(near, (0, cols.shape[-1] - near_keys), value=True)
+        return None if bool(allowed.all()) else allowed[None, None]
 
     def _random(self, start: int, blocks: int, j: int, device: torch.device) -> Tensor | None:
         table = self.random_blocks(self._count(j))
@@ -198,35 +208,16 @@ class Sparse(Core):
         total = layout.blocks * layout.size
         blocks = F.pad(q, (0, 0, front, total - front - i)).unflatten(2, (layout.blocks, -1))
         keys, values = (_lay_out(x, layout) for x in (k, v))
-        # By place, then as numbers of queries and keys, which masks and biases speak of.
-        places = layout.first + torch.arange(total, device=q.device).view(layout.blocks, -1, 1)
-        rows, cols = (places - (j - i)).clamp(0, i - 1), layout.places[:, None].clamp(min=0)
-        allowed = self._allowed(places, rows, cols, mask, layout, i, j)
+        # As numbers of queries and keys, which masks and biases speak of.
+        rows = (torch.arange(total, device=q.device) - front).clamp(0, i - 1)
+        rows, cols = rows.view(layout.blocks, -1, 1), layout.places[:, None].clamp(min=0)
+        allowed = layout.allowed
+        if mask is not None:
+            ruled = mask.at(rows, cols, i, j)
+            allowed = ruled if allowed is None else allowed & ruled
         added = None if bias is None else bias.at(rows, cols, i, j)
         out = _attend_blocks(blocks, keys, values, allowed, added, dropout_p)
         return out.flatten(2, 3)[:, :, front : front + i]
-
-    def _allowed(
-        self,
-        places: Tensor,
-        rows: Tensor,
-        cols: Tensor,
-        mask: Mask | None,
-        layout: Layout,
-        i: int,
-        j: int,
-    ) -> Tensor | None:
-        """What each query sees of the keys laid out for its block: (b|1 h|1 n t s)."""
-        found = layout.places >= 0
-        near_keys = (2 * layout.reach + 1) * layout.size
-        near = self.near(places, cols[..., :near_keys])
-        if mask is None and near is None and layout.complete:
-            return None
-        allowed = found[None, None, :, None]
-        if near is not None:
-            far = near.new_ones(()).expand(*near.shape[:-1], cols.shape[-1] - near_keys)
-            allowed = allowed & torch.cat([near, far], -1)
-        return allowed if mask is None else allowed & mask.at(rows, cols, i, j)
 
 
 def _lay_out(x: Tensor, layout: Layout) -> Tensor:
@@ -284,10 +275,6 @@ def _attend_at(
     allowed = None if mask is None else mask.at(rows[:, None], cols, i, j)
     added = None if bias is None else bias.at(rows[:, None], cols, i, j)
     return attend(q, k, v, allowed, bias=added, dropout_p=dropout_p)
-
-
-def _in(places: Tensor, columns: Tensor) -> Tensor:
-    return torch.isin(places, columns)
 
 
 @register_attention("block")
