@@ -9,16 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from zoo.card import ModelCard
-from zoo.layers import Mask, SelfAttention
-from zoo.layers.factory import build_core, core_options, geometry
+from zoo.card import ModelCard, plain
+from zoo.layers import Core, Mask, SelfAttention
+from zoo.layers.factory import build_core, check_own, geometry
+from zoo.sources import WeightsError
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,33 @@ class Replacement:
         return "\n".join(lines)
 
 
+Kinds = dict[str, tuple[Any, dict[str, Any]]]  # kind and options by the layer's name
+
+
+@dataclass(frozen=True)
+class MixedCard(ModelCard):
+    """The card of a model whose layers differ in kind: no options could build it again.
+
+    Attributes:
+        kinds: Kind and options of each layer; `options` tell those that it was built with.
+    """
+
+    kinds: Kinds = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Refused: `save_pretrained` could not tell how to make the model again."""
+        layers: dict[str, list[str]] = {}
+        for name, (kind, options) in self.kinds.items():
+            shown = ", ".join(f"{key}={value!r}" for key, value in options.items())
+            layers.setdefault(f"{kind}({shown})" if shown else str(kind), []).append(name)
+        told = "; ".join(f"{kind} in {', '.join(names)}" for kind, names in layers.items())
+        raise WeightsError(
+            f"{self.architecture} has layers of several attention kinds, which no option of it can "
+            f"tell: {told}. Give all layers one kind by zoo.replace_attention(model, kind), or "
+            "save model.state_dict() and repeat the replacements"
+        )
+
+
 def replace_attention(
     model: nn.Module,
     kind: str,
@@ -67,23 +95,19 @@ def replace_attention(
 
     Raises:
         ValueError: no layer matches, or a layer that computes more than an attention of ours.
-        TypeError: an option that the kind does not have.
+        TypeError: an option that the kind does not have, or layers that are no names.
     """
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise ValueError("replace attention before the model is wrapped for parallel training")
     found = _matching(model, layers)
-    unknown = set(options) - set(core_options(kind))
-    if unknown:
-        raise TypeError(
-            f"attention kind {kind!r} has no option {', '.join(sorted(unknown))}; "
-            f"its own: {', '.join(core_options(kind)) or 'none'}"
-        )
+    check_own(kind, options)
     before = None if inputs is None else _observe(model, found, inputs)
     made: dict[int, SelfAttention] = {}  # a layer that is shared stays so
-    for number, (name, layer) in enumerate(found.items()):
+    for name, layer in found.items():
         if id(layer) not in made:
-            made[id(layer)] = _changed(model, name, layer, kind, number, options)
+            made[id(layer)] = _changed(model, name, layer, kind, options)
     changed = {name: made[id(layer)] for name, layer in found.items()}
+    cards = _cards(model, found, kind, options)
     for name, layer in changed.items():  # after all could be built, so that errors change nothing
         _put(model, name, layer)
     done = Replacement(kind, tuple(found), _new_parameters(changed))
@@ -93,7 +117,8 @@ def replace_attention(
         for name, old in found.items():
             _put(model, name, old)
         raise
-    _note(model, found, kind, options)
+    for owner, card in cards:
+        owner.card = card  # type: ignore[assignment]
     if before is None or after is None:
         return done
     return replace(
@@ -118,8 +143,13 @@ def _is_timm(module: nn.Module) -> bool:
 
 
 def _matching(model: nn.Module, layers: str | Sequence[str]) -> dict[str, nn.Module]:
-    patterns = [layers] if isinstance(layers, str) else list(layers)
+    patterns = [layers] if isinstance(layers, str) else layers
     found = attention_layers(model)
+    legal = f"a name or a list of names, with wildcards; there is {list(found) or 'none'}"
+    if not isinstance(patterns, Sequence) or not all(isinstance(p, str) for p in patterns):
+        raise TypeError(f"layers ({layers!r}) must be {legal}")
+    if not patterns:
+        raise ValueError(f"layers ({layers!r}) names no layer; it must be {legal}")
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in found):
             raise ValueError(
@@ -134,11 +164,11 @@ def _changed(
     name: str,
     layer: Any,
     kind: str,
-    number: int,
     options: dict[str, Any],
 ) -> SelfAttention:
     """A layer of the new kind that shares the old one's projections."""
-    owner = _owner(model, name)
+    path, owner = _owner(model, name)
+    number = list(attention_layers(owner)).index(path)  # as in a model built with the kind
     grid = getattr(getattr(owner, "patch_embed", None), "grid_size", None)
     known: dict[str, Any] = {}
     if isinstance(grid, (tuple, list)):
@@ -149,8 +179,8 @@ def _changed(
         raise ValueError(f"{name} drops attention weights, and kind {kind!r} has none")
     if not isinstance(layer, SelfAttention):
         return TimmAttention(name, layer, core)
-    if layer.bias is not None and not core.biases:
-        raise ValueError(f"{name} has a position bias, and kind {kind!r} has no scores to add to")
+    if layer.bias is not None:
+        _check_bias(name, core)
     copy = layer.__new__(type(layer))
     copy.__dict__ = {**layer.__dict__, "_modules": {**layer._modules, "core": core}}
     copy._compiled_call_impl = None  # it would call the old layer
@@ -180,35 +210,59 @@ class TimmAttention(SelfAttention):
         return super().forward(x, mask=mask)
 
 
+def _check_bias(name: str, core: Core) -> None:
+    try:
+        core.check_bias()
+    except ValueError as error:
+        raise ValueError(f"{name} has a position bias: {error}") from error
+
+
 def _put(model: nn.Module, name: str, layer: nn.Module) -> None:
     parent, _, child = name.rpartition(".")
     setattr(model.get_submodule(parent), child, layer)
 
 
-def _note(
+def _cards(
     model: nn.Module, found: dict[str, nn.Module], kind: str, options: dict[str, Any]
-) -> None:
-    """The card tells the new kind; a mixture cannot be told, and is refused when saved."""
-    for owner in {id(m): m for m in (_owner(model, name) for name in found)}.values():
-        card = getattr(owner, "card", None)
-        if not isinstance(card, ModelCard):
-            continue
-        layers: list[Any] = list(attention_layers(owner).values())
-        if all(isinstance(m, SelfAttention) and m.core.kind == kind for m in layers):
-            card = card.with_options(attention=kind, attention_options=options or None)
-        else:
-            card = replace(card, architecture=None)
-        owner.card = card  # type: ignore[assignment]
+) -> list[tuple[nn.Module, ModelCard]]:
+    """The modules that have a card, and what it says afterwards."""
+    cards: dict[int, tuple[nn.Module, ModelCard]] = {}
+    for name in found:
+        path, owner = _owner(model, name)
+        _, card = cards.get(id(owner), (owner, getattr(owner, "card", None)))
+        if isinstance(card, ModelCard):
+            kinds = {**_kinds(owner, card), path: (kind, plain(options, "options"))}
+            cards[id(owner)] = owner, _card(card, kinds)
+    return list(cards.values())
 
 
-def _owner(model: nn.Module, name: str) -> nn.Module:
-    """The nearest module around a layer that embeds patches: it knows the tokens' geometry."""
+def _kinds(owner: nn.Module, card: ModelCard) -> Kinds:
+    if isinstance(card, MixedCard):
+        return card.kinds
+    built = (card.options.get("attention"), card.options.get("attention_options") or {})
+    return dict.fromkeys(attention_layers(owner), built)
+
+
+def _card(card: ModelCard, kinds: Kinds) -> ModelCard:
+    known = {f.name: getattr(card, f.name) for f in fields(ModelCard)}
+    first, *others = kinds.values()
+    if any(other != first for other in others):
+        return MixedCard(**known, kinds=kinds)
+    kind, options = first
+    return ModelCard(**known).with_options(attention=kind, attention_options=options or None)
+
+
+def _owner(model: nn.Module, name: str) -> tuple[str, nn.Module]:
+    """The nearest module around a layer that embeds patches, and the layer's name in it.
+
+    It knows the tokens' geometry.
+    """
     parts = name.split(".")
     for end in range(len(parts) - 1, -1, -1):
         module = model.get_submodule(".".join(parts[:end]))
         if hasattr(module, "patch_embed"):
-            return module
-    return model
+            return ".".join(parts[end:]), module
+    return name, model
 
 
 def _new_parameters(changed: dict[str, SelfAttention]) -> tuple[str, ...]:

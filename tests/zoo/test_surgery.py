@@ -2,11 +2,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import timm
 import torch
 
 import zoo
+from zoo.card import CardError
 from zoo.layers import list_attention
 from zoo.layers.factory import build_core
 from zoo.surgery import attention_layers
@@ -65,8 +67,38 @@ def test_some_layers_only(tmp_path):
     done = zoo.replace_attention(model, "mean", layers="blocks.[12].attn", inputs=x)
     assert list(done.layer_errors) == ["blocks.1.attn", "blocks.2.attn"]
     assert model.blocks[0].attn.core.kind == "full"
-    with pytest.raises(WeightsError, match="create_model"):
+
+
+def test_a_mixture_is_not_saved_and_says_why(tmp_path):
+    model = ours()
+    zoo.replace_attention(model, "block", layers="blocks.[12].attn", block_size=8)
+    told = (
+        r"vit_micro_patch4_32 .*: full in blocks\.0\.attn, blocks\.3\.attn; "
+        r"block\(block_size=8\) in blocks\.1\.attn, blocks\.2\.attn\. .*replace_attention"
+    )
+    with pytest.raises(WeightsError, match=told):
         zoo.save_pretrained(model, tmp_path / "m")
+    assert not any(tmp_path.iterdir())
+    zoo.replace_attention(model, "block", layers=["blocks.0.attn", "blocks.3.attn"], block_size=4)
+    with pytest.raises(WeightsError, match=r"block_size=4.*block_size=8"):  # one kind, two sizes
+        zoo.save_pretrained(model, tmp_path / "m")
+
+
+@pytest.mark.parametrize("parts", [["blocks.[12].*", "*"], [["blocks.1.*"], "blocks.[023].*"]])
+@pytest.mark.parametrize(
+    ("kind", "options"), [("full", {}), ("window", {}), ("window", {"window": (2, 3)})]
+)
+def test_layer_by_layer_to_one_kind_it_is_saved_again(kind, options, parts, tmp_path):
+    """Also with what depends on the layer's number, as the shift of windows does."""
+    model, x = ours(), torch.randn(IMAGES[ours])
+    card = model.card
+    zoo.replace_attention(model, "mean", layers=parts[0])
+    for layers in parts:
+        zoo.replace_attention(model, kind, layers=layers, **options)
+    zoo.save_pretrained(model, tmp_path / "m")
+    again = zoo.create_model(f"local-dir:{tmp_path / 'm'}").eval()
+    torch.testing.assert_close(again(x), model(x))
+    assert model.card == card.with_options(attention=kind, attention_options=options or None)
 
 
 @pytest.mark.parametrize("kind", ["window", "mean", "linformer", "performer"])
@@ -89,16 +121,23 @@ def test_mistakes_are_named():
     model = ours()
     before = {name: layer.core for name, layer in attention_layers(model).items()}
     cases = [
-        (dict, ValueError, {"kind": "windo"}, "did you mean 'window'"),
-        (dict, ValueError, {"kind": "mean", "layers": "blocks.9.*"}, "blocks.9.*blocks.0.attn"),
-        (dict, TypeError, {"kind": "window", "windows": 3}, "windows.*window"),
-        (dict, ValueError, {"kind": "window", "window": 99}, "must fit into the grid"),
+        (ValueError, {"kind": "windo"}, "did you mean 'window'"),
+        (ValueError, {"kind": "mean", "layers": "blocks.9.*"}, "blocks.9.*blocks.0.attn"),
+        (TypeError, {"kind": "window", "windows": 3}, "windows.*window"),
+        (TypeError, {"kind": "window", "num_heads": 3}, "num_heads is an option of the model"),
+        (ValueError, {"kind": "window", "window": 99}, "must fit into the grid"),
+        (ValueError, {"kind": "mean", "layers": []}, r"layers \(\[\]\) .*blocks.0.attn"),
+        (TypeError, {"kind": "mean", "layers": None}, r"layers \(None\) .*blocks.0.attn"),
+        (TypeError, {"kind": "mean", "layers": 3}, r"layers \(3\) .*blocks.0.attn"),
+        (TypeError, {"kind": "mean", "layers": ["*", 1]}, r"layers \(.* 1\]\) .*blocks.0.attn"),
+        (TypeError, {"kind": None}, r"kind \(None\) .*'window'"),
+        (CardError, {"kind": "adaptive", "threshold": np.int64(9)}, "threshold is a int64"),
     ]
-    for _, error, options, words in cases:
+    for error, options, words in cases:
         with pytest.raises(error, match=words):
             zoo.replace_attention(model, **options)
     assert all(layer.core is before[name] for name, layer in attention_layers(model).items())
-    with pytest.raises(ValueError, match="position bias"):
+    with pytest.raises(ValueError, match=r"blocks\.0\.attn has a position bias.*'mean'.*full"):
         zoo.replace_attention(ours(position="relative"), "mean")
     with pytest.raises(ValueError, match="normalises its output"):
         zoo.replace_attention(theirs(scale_attn_norm=True), "mean")

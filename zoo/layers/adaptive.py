@@ -6,8 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
+from zoo.layers.check import integer
 from zoo.layers.core import Core
-from zoo.layers.factory import build_core, register_attention
+from zoo.layers.factory import build_core, check_known, register_attention
 from zoo.layers.mask import Mask
 from zoo.layers.tap import Tap
 
@@ -36,7 +37,7 @@ class Adaptive(Core):
         threshold: int = 512,
     ) -> None:
         super().__init__(num_heads, head_dim)
-        self.threshold = threshold
+        self.threshold = integer("threshold", threshold, minimum=0)
         self.in_training, self.when_short, self.when_long = (
             _build(name, kind, num_heads, head_dim)
             for name, kind in (("train", train), ("short", short), ("long", long))
@@ -48,6 +49,10 @@ class Adaptive(Core):
     def check_mask(self, mask: Mask | None) -> None:
         for core in (self.in_training, self.when_short, self.when_long):
             core.check_mask(mask)
+
+    def check_bias(self) -> None:
+        for core in (self.in_training, self.when_short, self.when_long):
+            core.check_bias()
 
     def forward(
         self,
@@ -67,6 +72,7 @@ class Adaptive(Core):
 
 
 def _build(name: str, kind: str, num_heads: int, head_dim: int) -> Core:
+    check_known(kind, name)
     core = build_core(kind, num_heads, head_dim)
     if isinstance(core, Adaptive) or any(True for _ in core.parameters()):
         raise ValueError(

@@ -34,6 +34,10 @@ def explicit_attention() -> Iterator[None]:
         _explicit_depth -= 1
 
 
+def explicit_now() -> bool:
+    return _explicit_depth > 0
+
+
 def attend(
     q: Tensor,
     k: Tensor,
@@ -56,12 +60,12 @@ def attend(
         tap: Shown the weights before dropout, if observed. Never changes the output.
         fused: False computes the formula step by step; by default a fused kernel.
     """
-    q, k, v = _autocast(q, k, v)
+    q, k, v = as_autocast(q, k, v)
     _check(q, k, v)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if tap is not None and tap.active:
         tap.record(lambda: attention_weights(q, k, mask, bias=bias, scale=scale))
-    explicit = fused is False or _explicit_depth > 0
+    explicit = fused is False or explicit_now()
     mask = Mask.of(mask)
     if bias is None and not explicit:
         if isinstance(mask, Causal) and q.shape[-2] == k.shape[-2]:
@@ -89,7 +93,7 @@ def attention_weights(
 
     (b h i e), (b h j e) -> (b h i j)
     """
-    q, k = _autocast(q, k)
+    q, k = as_autocast(q, k)
     _check(q, k, k)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     mask = Mask.of(mask)
@@ -242,7 +246,7 @@ def _lower(mask: Mask, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return allowed | empty, empty, unseen
 
 
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+def as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """What autocast does to a fused kernel's inputs, for both paths (qk-norm leaves fp32)."""
     device = tensors[0].device.type
     if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):

@@ -14,6 +14,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
+from zoo.layers.check import flag, integer, is_integer
 from zoo.layers.position import resample_1d, resample_grid
 from zoo.layers.rope import check_grid, check_prefix, check_tokens
 
@@ -73,8 +74,8 @@ class RelativeBias1d(PositionBias):
         bidirectional: bool = True,
     ) -> None:
         super().__init__()
-        _check_heads(num_heads)
-        self.bidirectional = bidirectional
+        integer("num_heads", num_heads)
+        self.bidirectional = flag("bidirectional", bidirectional)
         self.buckets_per_side = _buckets_per_side(num_buckets, max_distance, bidirectional)
         self.max_distance = max_distance
         self.relative_attention_bias = nn.Embedding(num_buckets, num_heads)
@@ -118,7 +119,7 @@ class RelativeBiasGrid(PositionBias):
 
     def __init__(self, num_heads: int, grid: tuple[int, int], num_prefix_tokens: int = 0) -> None:
         super().__init__()
-        _check_heads(num_heads)
+        integer("num_heads", num_heads)
         self.grid = check_grid(grid)
         self.num_prefix_tokens = check_prefix(num_prefix_tokens)
         entries = _num_offsets(self.grid) + (3 if num_prefix_tokens else 0)
@@ -166,7 +167,7 @@ class PriorBias(PositionBias):
         places: Tensor | None = None,
     ) -> None:
         super().__init__()
-        _check_heads(num_heads)
+        integer("num_heads", num_heads)
         self.size = _check_size(size)
         self.num_prefix_tokens = check_prefix(num_prefix_tokens)
         n = num_prefix_tokens + math.prod(self.size)
@@ -259,6 +260,8 @@ def _num_offsets(grid: tuple[int, int]) -> int:
 
 
 def _buckets_per_side(num_buckets: int, max_distance: int, bidirectional: bool) -> int:
+    integer("num_buckets", num_buckets, minimum=None)
+    integer("max_distance", max_distance, minimum=None)
     sides = 2 if bidirectional else 1
     per_side = num_buckets // sides
     if per_side < 2 or num_buckets % sides:
@@ -272,17 +275,12 @@ def _buckets_per_side(num_buckets: int, max_distance: int, bidirectional: bool) 
     return per_side
 
 
-def _check_heads(num_heads: int) -> None:
-    if num_heads < 1:
-        raise ValueError(f"num_heads ({num_heads}) must be at least 1")
-
-
 def _check_size(size: Size) -> tuple[int, ...]:
-    if not isinstance(size, int):
+    if isinstance(size, (tuple, list)):
         return check_grid(size)
-    if size < 1:
-        raise ValueError(f"size ({size}) must be at least 1, or (rows, columns)")
-    return (size,)
+    if not is_integer(size) or size < 1:
+        raise ValueError(f"size ({size!r}) must be at least 1, or (rows, columns)")
+    return (int(size),)
 
 
 def _check_places(places: Tensor, n: int) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from zoo.layers.attention import attend, attend_scores, blank_unseen
+from zoo.layers.check import integer
 from zoo.layers.mask import Mask, MaskLike
 from zoo.layers.tap import Tap
 
@@ -35,7 +36,8 @@ class Core(nn.Module):
 
     def __init__(self, num_heads: int, head_dim: int) -> None:
         super().__init__()
-        self.num_heads, self.head_dim = num_heads, head_dim
+        self.num_heads = integer("num_heads", num_heads)
+        self.head_dim = integer("head_dim", head_dim)
 
     def check_mask(self, mask: Mask | None) -> None:
         """Refuses rules that the kind cannot follow.
@@ -53,6 +55,20 @@ class Core(nn.Module):
                     f"It supports {', '.join(self.masks) or 'no mask'}; "
                     f"kinds that support {rule.kind}: {', '.join(kinds_with_mask(rule.kind))}"
                 )
+
+    def check_bias(self) -> None:
+        """Refuses a position bias where there are no scores to add it to.
+
+        Raises:
+            ValueError: with the kinds that have scores.
+        """
+        if not self.biases:
+            from zoo.layers.factory import kinds_with_bias
+
+            raise ValueError(
+                f"attention kind {self.kind!r} has no scores to add a bias to (positions relative "
+                f"and prior); kinds that have: {', '.join(kinds_with_bias())}"
+            )
 
     @property
     def kind(self) -> str:
@@ -118,8 +134,8 @@ class Additive(Core):
         chunk_bytes: int = 1 << 26,
     ) -> None:
         super().__init__(num_heads, head_dim)
-        hidden_dim = head_dim if hidden_dim is None else hidden_dim
-        self.chunk_bytes = chunk_bytes
+        hidden_dim = head_dim if hidden_dim is None else integer("hidden_dim", hidden_dim)
+        self.chunk_bytes = integer("chunk_bytes", chunk_bytes)
         self.query = nn.Linear(head_dim, hidden_dim)
         self.key = nn.Linear(head_dim, hidden_dim, bias=False)
         self.score = nn.Linear(hidden_dim, 1, bias=False)

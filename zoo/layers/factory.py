@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from typing import Any, TypeVar
 
@@ -48,9 +48,14 @@ def kinds_with_mask(rule: str) -> list[str]:
     return [name for name in list_attention() if rule in supported_masks(name)]
 
 
+def kinds_with_bias() -> list[str]:
+    """The kinds that have scores, to which a position bias can be added."""
+    return [name for name in list_attention() if getattr(_kinds[name], "biases", False)]
+
+
 def supported_masks(kind: str) -> tuple[str, ...]:
     """The rules that a kind can follow; see `Mask.kind`."""
-    _check_known(kind)
+    check_known(kind)
     return getattr(_kinds[kind], "masks", ())
 
 
@@ -68,7 +73,7 @@ def create_attention(kind: str, dim: int, num_heads: int = 8, **options: Any) ->
         ValueError: an unknown kind, or an illegal value.
         TypeError: an unknown option.
     """
-    _check_known(kind)
+    check_known(kind)
     if not _is_core(_kinds[kind]):
         return _kinds[kind](dim, num_heads, **options)
     own, shared = core_options(kind), _parameters(MultiHead)
@@ -88,23 +93,45 @@ def create_attention(kind: str, dim: int, num_heads: int = 8, **options: Any) ->
 
 
 def build_core(kind: str, num_heads: int, head_dim: int, **options: Any) -> Core:
-    """The core of a kind, without projections."""
-    _check_known(kind)
+    """The core of a kind, without projections; `options` are the kind's own."""
+    check_known(kind)
     if not _is_core(_kinds[kind]):
         raise ValueError(f"attention kind {kind!r} is a whole module and has no core")
+    check_own(kind, options)
     return _kinds[kind](num_heads, head_dim, **options)  # type: ignore[return-value]
 
 
-def _check_known(kind: str) -> None:
+def check_known(kind: str, name: str = "kind") -> None:
+    """Refuses what is no registered kind; `name` is the argument that holds it."""
+    if not isinstance(kind, str):
+        raise TypeError(f"{name} ({kind!r}) must be the name of one of {list_attention()}")
     if kind not in _kinds:
         near = get_close_matches(kind, _kinds, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"unknown attention kind {kind!r}, valid: {list_attention()}{hint}")
+        where = "" if name == "kind" else f"{name}: "
+        valid = list_attention()
+        raise ValueError(f"{where}unknown attention kind {kind!r}, valid: {valid}{hint}")
+
+
+def check_own(kind: str, options: Iterable[str]) -> None:
+    """Refuses names that are no options of the kind itself.
+
+    Raises:
+        TypeError: with the kind's own, and where an option of every kind belongs.
+    """
+    own, shared = core_options(kind), ["dim", "num_heads", *_parameters(MultiHead)]
+    for name in options:
+        if name not in own:
+            hint = f"; {name} is an option of the model or of create_attention, give it there"
+            raise TypeError(
+                f"attention kind {kind!r} has no option {name!r} of its own; its own: "
+                f"{', '.join(own) or 'none'}{hint if name in shared else ''}"
+            )
 
 
 def core_options(kind: str) -> list[str]:
     """The options that a kind adds to those of every kind."""
-    _check_known(kind)
+    check_known(kind)
     return _parameters(_kinds[kind]) if _is_core(_kinds[kind]) else []
 
 

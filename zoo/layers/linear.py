@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from zoo.layers.attention import attend, without_autocast
+from zoo.layers.check import flag, integer
 from zoo.layers.core import Core
 from zoo.layers.factory import register_attention
 from zoo.layers.mask import Mask, keys_and_causal
@@ -148,11 +149,11 @@ class Performer(Kernel):
     ) -> None:
         super().__init__(num_heads, head_dim)
         default = max(1, round(head_dim * math.log(head_dim)))
-        self.num_features = default if num_features is None else num_features
-        if self.num_features < 1:
-            raise ValueError(f"num_features ({num_features}) must be at least 1")
-        self.redraw, self.seed = redraw, seed
-        directions = orthogonal_features(self.num_features, head_dim, generator(seed, "performer"))
+        num_features = default if num_features is None else num_features
+        self.num_features = integer("num_features", num_features)
+        self.redraw, self.seed = flag("redraw", redraw), integer("seed", seed, minimum=None)
+        rng = generator(self.seed, "performer")
+        directions = orthogonal_features(self.num_features, head_dim, rng)
         self.register_buffer("directions", directions, persistent=False)  # m e
 
     def _apply(self, fn: Any, recurse: bool = True) -> Performer:
@@ -212,10 +213,8 @@ class Linformer(Core):
         self, num_heads: int, head_dim: int, *, max_len: int = 512, rank: int | None = None
     ) -> None:
         super().__init__(num_heads, head_dim)
-        rank = min(256, max_len) if rank is None else rank
-        if max_len < 1 or rank < 1:
-            raise ValueError(f"max_len ({max_len}) and rank ({rank}) must be at least 1")
-        self.max_len = max_len
+        self.max_len = max_len = integer("max_len", max_len)
+        rank = min(256, max_len) if rank is None else integer("rank", rank)
         self.key = nn.Parameter(torch.empty(max_len, rank))
         self.value = nn.Parameter(torch.empty(max_len, rank))
         for projection in (self.key, self.value):

@@ -37,6 +37,9 @@ class Mask:
         rows, cols = torch.arange(i, device=device), torch.arange(j, device=device)
         return self.at(rows[:, None], cols[None], i, j)
 
+    def check(self, shape: tuple[int, int, int, int]) -> None:
+        """Refuses a rule that does not fit scores of `shape`, (b, h, i, j)."""
+
     def rules(self) -> list[Mask]:
         """The rules that must all hold."""
         return [self]
@@ -102,6 +105,9 @@ class Padding(Mask):
     def at(self, rows: Tensor, cols: Tensor, i: int, j: int) -> Tensor:
         return cols < _leading(self.lengths.to(cols.device), cols)
 
+    def check(self, shape: tuple[int, int, int, int]) -> None:
+        _check_sizes((len(self.lengths), 1, 1, shape[3]), shape)
+
 
 @dataclass(frozen=True, eq=False)
 class Causal(Mask):
@@ -123,6 +129,14 @@ class Segment(Mask):
         same = self.ids_q.to(rows.device)[:, rows] == self.ids_k.to(cols.device)[:, cols]
         return same[:, None]
 
+    def check(self, shape: tuple[int, int, int, int]) -> None:
+        for name, ids, n in (("ids_q", self.ids_q, shape[2]), ("ids_k", self.ids_k, shape[3])):
+            if ids.shape[0] not in (1, shape[0]) or ids.shape[1] != n:
+                raise ValueError(
+                    f"segment mask has {name} {tuple(ids.shape)}, which must be ({shape[0]}, {n}) "
+                    f"for scores (b, h, i, j) = {shape}"
+                )
+
 
 @dataclass(frozen=True, eq=False)
 class Dense(Mask):
@@ -140,6 +154,9 @@ class Dense(Mask):
             for positions, size in zip((rows, cols), allowed.shape[2:], strict=True)
         )
         return allowed[:, :, rows, cols]
+
+    def check(self, shape: tuple[int, int, int, int]) -> None:
+        _check_sizes(tuple(self.allowed.shape), shape)
 
     def lower(self, i: int, j: int, device: torch.device | str | None = None) -> Tensor:
         missing = 4 - self.allowed.ndim
@@ -160,6 +177,10 @@ class Both(Mask):
     def at(self, rows: Tensor, cols: Tensor, i: int, j: int) -> Tensor:
         return self.left.at(rows, cols, i, j) & self.right.at(rows, cols, i, j)
 
+    def check(self, shape: tuple[int, int, int, int]) -> None:
+        self.left.check(shape)
+        self.right.check(shape)
+
     def lower(self, i: int, j: int, device: torch.device | str | None = None) -> Tensor:
         return self.left.lower(i, j, device) & self.right.lower(i, j, device)
 
@@ -174,6 +195,10 @@ class Either(Mask):
 
     def at(self, rows: Tensor, cols: Tensor, i: int, j: int) -> Tensor:
         return self.left.at(rows, cols, i, j) | self.right.at(rows, cols, i, j)
+
+    def check(self, shape: tuple[int, int, int, int]) -> None:
+        self.left.check(shape)
+        self.right.check(shape)
 
     def lower(self, i: int, j: int, device: torch.device | str | None = None) -> Tensor:
         return self.left.lower(i, j, device) | self.right.lower(i, j, device)
@@ -204,9 +229,16 @@ def keys_and_causal(
 
 def check_broadcast(allowed: Tensor, shape: tuple[int, ...]) -> None:
     """Refuses a mask that does not broadcast to the scores."""
-    if any(size not in (1, full) for size, full in zip(allowed.shape, shape, strict=True)):
+    if allowed.ndim != len(shape):
+        raise ValueError(f"mask must have {len(shape)} axes, got {tuple(allowed.shape)}")
+    _check_sizes(tuple(allowed.shape), shape)
+
+
+def _check_sizes(mask: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    """Sizes are compared from the last axis; a mask may lack the first ones."""
+    if any(size not in (1, full) for size, full in zip(mask[::-1], shape[::-1], strict=False)):
         raise ValueError(
-            f"mask {tuple(allowed.shape)} does not broadcast to (b, h, i, j) = {tuple(shape)}; "
+            f"mask {mask} does not broadcast to (b, h, i, j) = {tuple(shape)}; "
             "a padding mask is (b, 1, 1, j)"
         )
 

@@ -13,6 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from zoo.layers.check import flag, fraction, integer, positive
 from zoo.layers.core import Core, Full
 from zoo.layers.mask import Mask, MaskLike
 from zoo.layers.tap import Tap
@@ -60,32 +61,31 @@ class MultiHead(nn.Module):
         rope: nn.Module | None = None,
     ) -> None:
         super().__init__()
-        self.num_heads = num_heads
+        _check_parts(norm_layer, core=(core, Core), bias=(bias, nn.Module), rope=(rope, nn.Module))
+        self.dim, self.num_heads = integer("dim", dim), integer("num_heads", num_heads)
+        self.dim_context = self.dim if dim_context is None else integer("dim_context", dim_context)
         self.head_dim = head_width(dim, num_heads, head_dim)
-        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        if self.num_kv_heads < 1 or num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_heads ({num_heads}) must be divisible by num_kv_heads ({self.num_kv_heads})"
-            )
+        self.num_kv_heads = _kv_heads(self.num_heads, num_kv_heads)
         self.width, self.kv_width = (
-            heads * self.head_dim for heads in (num_heads, self.num_kv_heads)
+            heads * self.head_dim for heads in (self.num_heads, self.num_kv_heads)
         )
-        self._add_inputs(dim, dim_context, qkv_bias)
+        self._add_inputs(dim, dim_context, flag("qkv_bias", qkv_bias))
+        qk_norm = flag("qk_norm", qk_norm)
         self.q_norm = norm_layer(self.head_dim) if qk_norm else nn.Identity()
         self.k_norm = norm_layer(self.head_dim) if qk_norm else nn.Identity()
-        self.attn_drop = nn.Dropout(attn_drop)
+        self.attn_drop = nn.Dropout(fraction("attn_drop", attn_drop))
         self.tap = Tap()
         self.core = Full(num_heads, self.head_dim) if core is None else core
         self.bias, self.rope = bias, rope
-        if bias is not None and not self.core.biases:
-            raise ValueError(f"attention kind {self.core.kind!r} has no scores to add a bias to")
+        if bias is not None:
+            self.core.check_bias()
         if attn_drop and not self.core.drops:
             raise ValueError(
                 f"attn_drop ({attn_drop}) must be 0: attention kind {self.core.kind!r} has no "
                 "weights to drop"
             )
-        self.proj = nn.Linear(self.width, dim, bias=proj_bias)
-        self.proj_drop = nn.Dropout(proj_drop)
+        self.proj = nn.Linear(self.width, dim, bias=flag("proj_bias", proj_bias))
+        self.proj_drop = nn.Dropout(fraction("proj_drop", proj_drop))
         self._set_temperature(temperature)
 
     def _add_inputs(self, dim: int, dim_context: int | None, bias: bool) -> None:
@@ -93,17 +93,20 @@ class MultiHead(nn.Module):
         raise NotImplementedError
 
     def _set_temperature(self, temperature: float | str) -> None:
-        self.log_temperature = None
-        if temperature == "learned":
+        self.log_temperature, self.temperature = None, 1.0
+        if not isinstance(temperature, str):
+            self.temperature = positive("temperature", temperature, other="learned")
+        elif temperature == "learned":
             self.log_temperature = nn.Parameter(torch.zeros(self.num_heads))
-        elif isinstance(temperature, str) or not temperature > 0:
-            raise ValueError(f"temperature ({temperature!r}) must be positive, or 'learned'")
-        self.temperature = 1.0 if isinstance(temperature, str) else float(temperature)
+        else:
+            raise ValueError(f"temperature ({temperature!r}) must be a number, or 'learned'")
 
     def _mix(self, q: Tensor, k: Tensor, v: Tensor, mask: MaskLike) -> Tensor:
         """(b h i e), (b kv j e), (b kv j e) -> (b i d)"""
         mask = Mask.of(mask)
-        self.core.check_mask(mask)
+        if mask is not None:
+            mask.check((*q.shape[:3], k.shape[2]))
+            self.core.check_mask(mask)
         q, k = self.q_norm(q), self.k_norm(k)
         if self.rope is not None:
             q, k = self.rope(q, k)
@@ -134,6 +137,7 @@ class SelfAttention(MultiHead):
         """(b n d) -> (b n d)"""
         if context is not None:
             raise TypeError("SelfAttention takes no context; use CrossAttention(dim, num_heads)")
+        _check_tokens("x", x, self.dim)
         if self.num_kv_heads == self.num_heads:
             q, k, v = split_heads(self.qkv(x), 3, self.num_heads)
         else:
@@ -147,12 +151,19 @@ class CrossAttention(MultiHead):
 
     def _add_inputs(self, dim: int, dim_context: int | None, bias: bool) -> None:
         self.q = nn.Linear(dim, self.width, bias=bias)
-        self.kv = nn.Linear(dim_context or dim, 2 * self.kv_width, bias=bias)
+        self.kv = nn.Linear(self.dim_context, 2 * self.kv_width, bias=bias)
 
     def forward(self, x: Tensor, context: Tensor | None = None, mask: MaskLike = None) -> Tensor:
         """x (b i d), context (b j d_context) -> (b i d)"""
         if context is None:
             raise TypeError("CrossAttention needs a context; SelfAttention attends within x")
+        _check_tokens("x", x, self.dim)
+        _check_tokens("context", context, self.dim_context)
+        if x.shape[0] != context.shape[0]:
+            raise ValueError(
+                f"x and context must agree in batch; got x {tuple(x.shape)}, "
+                f"context {tuple(context.shape)}"
+            )
         (q,) = split_heads(self.q(x), 1, self.num_heads)
         k, v = split_heads(self.kv(context), 2, self.num_kv_heads)
         return self._mix(q, k, v, mask)
@@ -162,27 +173,52 @@ def set_temperature(model: nn.Module, temperature: float) -> None:
     """Sets what divides the scores of all attention in `model`.
 
     Raises:
+        TypeError: it is no number.
         ValueError: it is not positive, is learned, or there is no attention of ours.
     """
     layers = [module for module in model.modules() if isinstance(module, MultiHead)]
     if not layers or any(layer.log_temperature is not None for layer in layers):
         what = "learns its temperature" if layers else "has no attention of zoo.layers"
         raise ValueError(f"temperature cannot be set: {type(model).__name__} {what}")
-    if not temperature > 0:
-        raise ValueError(f"temperature ({temperature}) must be positive")
+    temperature = positive("temperature", temperature)
     for layer in layers:
-        layer.temperature = float(temperature)
+        layer.temperature = temperature
 
 
 def head_width(dim: int, num_heads: int, head_dim: int | None = None) -> int:
     """`head_dim`, or by default `dim / num_heads`."""
-    if num_heads < 1:
-        raise ValueError(f"num_heads ({num_heads}) must be at least 1")
-    if head_dim is None and dim % num_heads:
+    dim, num_heads = integer("dim", dim), integer("num_heads", num_heads)
+    if head_dim is not None:
+        return integer("head_dim", head_dim)
+    if dim % num_heads:
         raise ValueError(
             f"dim ({dim}) must be divisible by num_heads ({num_heads}), or head_dim be given"
         )
-    return dim // num_heads if head_dim is None else head_dim
+    return dim // num_heads
+
+
+def _kv_heads(num_heads: int, num_kv_heads: int | None) -> int:
+    if num_kv_heads is None:
+        return num_heads
+    if num_heads % integer("num_kv_heads", num_kv_heads):
+        raise ValueError(
+            f"num_heads ({num_heads}) must be divisible by num_kv_heads ({num_kv_heads})"
+        )
+    return int(num_kv_heads)
+
+
+def _check_parts(norm_layer: object, **parts: tuple[object, type]) -> None:
+    """Refuses modules of another type than the one that stands behind each."""
+    if not callable(norm_layer):
+        raise TypeError(f"norm_layer ({norm_layer!r}) must be called as norm_layer(width)")
+    for name, (part, legal) in parts.items():
+        if not isinstance(part, legal | None):
+            raise TypeError(f"{name} ({part!r}) must be a {legal.__name__} or None")
+
+
+def _check_tokens(name: str, x: Tensor, width: int) -> None:
+    if x.ndim != 3 or x.shape[-1] != width:
+        raise ValueError(f"{name} must be (b, n, {width}), got {tuple(x.shape)}")
 
 
 def split_heads(x: Tensor, parts: int, num_heads: int) -> tuple[Tensor, ...]:

@@ -6,11 +6,14 @@ Shapes: b batch, h heads, i/j query/key positions, n tokens, e head width.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from zoo.layers.check import integer, is_integer, positive
 
 
 class Rope(nn.Module):
@@ -42,15 +45,13 @@ class Rope(nn.Module):
         temperature: float | None = None,
     ) -> None:
         super().__init__()
-        _check_width(head_dim, grid)
+        _check_width(integer("head_dim", head_dim, minimum=None), grid)
         if temperature is None:
             temperature = 10000.0 if grid is None else 100.0
-        if not 0 < temperature < math.inf:
-            raise ValueError(f"temperature ({temperature}) must be positive and finite")
         self.head_dim = head_dim
         self.grid = None if grid is None else check_grid(grid)
         self.num_prefix_tokens = check_prefix(num_prefix_tokens)
-        self.temperature = temperature
+        self.temperature = positive("temperature", temperature)
         self._tables: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
     def set_grid(self, grid: tuple[int, int]) -> None:
@@ -126,19 +127,17 @@ class Rope(nn.Module):
             check_tokens(name, x.shape[2], self.num_prefix_tokens, self.grid)
 
 
-def check_grid(grid: tuple[int, int]) -> tuple[int, int]:
+def check_grid(grid: Sequence[int]) -> tuple[int, int]:
     """`grid` as a tuple; refused unless it is (rows, columns), both at least 1."""
-    if not isinstance(grid, (tuple, list)) or len(grid) != 2 or min(grid) < 1:
-        raise ValueError(f"grid ({grid}) must be (rows, columns), both at least 1")
-    rows, cols = grid
-    return rows, cols
+    pair = isinstance(grid, (tuple, list)) and len(grid) == 2
+    if not pair or not all(is_integer(side) and side >= 1 for side in grid):
+        raise ValueError(f"grid ({grid!r}) must be (rows, columns), both integers of at least 1")
+    return int(grid[0]), int(grid[1])
 
 
 def check_prefix(num_prefix_tokens: int) -> int:
     """`num_prefix_tokens`; refused if negative."""
-    if num_prefix_tokens < 0:
-        raise ValueError(f"num_prefix_tokens ({num_prefix_tokens}) must be at least 0")
-    return num_prefix_tokens
+    return integer("num_prefix_tokens", num_prefix_tokens, minimum=0)
 
 
 def check_tokens(name: str, n: int, num_prefix_tokens: int, size: tuple[int, ...]) -> None:

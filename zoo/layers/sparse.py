@@ -22,10 +22,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from zoo.layers.attention import attend, attention_weights
+from zoo.layers import flex
+from zoo.layers.attention import as_autocast, attend, attention_weights, explicit_now
+from zoo.layers.check import integer, is_integer
 from zoo.layers.core import Core
 from zoo.layers.factory import register_attention
+from zoo.layers.flex import Rule
 from zoo.layers.mask import Mask
+from zoo.layers.rope import check_grid
 from zoo.layers.tap import Tap
 from zoo.rng import generator
 
@@ -68,12 +72,9 @@ class Sparse(Core):
 
     def __init__(self, num_heads: int, head_dim: int, size: int, num_global: int = 0) -> None:
         super().__init__(num_heads, head_dim)
-        if size < 1 or num_global < 0:
-            raise ValueError(
-                f"the block or window ({size}) must be at least 1, num_global ({num_global}) 0"
-            )
-        self.size, self.num_global = size, num_global
+        self.size, self.num_global = size, integer("num_global", num_global, minimum=0)
         self._layouts: dict[tuple[int, int, torch.device], Layout] = {}
+        self._flex: dict[tuple[int, bool, torch.device], tuple[Rule, flex.Blocks]] = {}
 
     def offset(self) -> int:
         """Blocks start at multiples of the size, minus this."""
@@ -83,9 +84,14 @@ class Sparse(Core):
         """Which keys of the near blocks a query sees, by place; None: all."""
         return None
 
-    def columns(self, j: int) -> list[int]:
-        """Places that all queries see, of j."""
-        return list(range(min(self.num_global, j)))
+    def is_column(self, cols: Tensor, j: int) -> Tensor:
+        """Which places, of j, all queries see."""
+        return (cols >= 0) & (cols < self.num_global)
+
+    def columns(self, j: int) -> Tensor:
+        """These places: (c)."""
+        places = torch.arange(j)
+        return places[self.is_column(places, j)]
 
     def random_blocks(self, keys: int) -> Tensor | None:
         """Numbers of the key blocks that each of `keys` blocks sees at random: (keys r)."""
@@ -93,18 +99,26 @@ class Sparse(Core):
 
     def pattern(self, rows: Tensor, cols: Tensor, j: int) -> Tensor:
         """What the kind allows, by place: the meaning of its layout, as a mask (*P)."""
-        row_block, col_block = (self._block(x) for x in (rows, cols))
-        seen = (row_block - col_block).abs() <= self.reach
-        near = self.near(rows, cols)
-        if near is not None:
-            seen = seen & near
-        seen = seen | torch.isin(cols, torch.tensor(self.columns(j), device=cols.device))
+        return self.rule(j, cols.device)(rows, cols)
+
+    def rule(self, j: int, device: torch.device) -> Rule:
+        """The same as a function of places, of elementwise operations only."""
         random = self.random_blocks(self._count(j))
-        if random is not None:
-            table = random.to(rows.device)[row_block.clamp(0, len(random) - 1)]
-            chosen = (table == col_block[..., None]).any(-1)
-            seen = seen | (chosen & (row_block >= 0))
-        return seen | ((rows >= 0) & (rows < self.num_global))
+        table = None if random is None else random.to(device)
+
+        def seen(rows: Tensor, cols: Tensor) -> Tensor:
+            row_block, col_block = self._block(rows), self._block(cols)
+            allowed = (row_block - col_block).abs() <= self.reach
+            near = self.near(rows, cols)
+            allowed = allowed if near is None else allowed & near
+            allowed = allowed | self.is_column(cols, j)
+            if table is not None:
+                known = row_block.clamp(0, len(table) - 1)
+                for number in range(table.shape[1]):
+                    allowed = allowed | ((table[known, number] == col_block) & (row_block >= 0))
+            return allowed | ((rows >= 0) & (rows < self.num_global))
+
+        return seen
 
     def _block(self, places: Tensor) -> Tensor:
         return (places + self.offset()).div(self.size, rounding_mode="floor")
@@ -123,9 +137,39 @@ class Sparse(Core):
         dropout_p: float = 0.0,
         tap: Tap | None = None,
     ) -> Tensor:
-        i, j = q.shape[-2], k.shape[-2]
         if tap is not None:
             tap.record(lambda: self._weights(q, k, mask, bias))
+        if flex.serves(q, k, mask, bias, dropout_p) and not explicit_now():
+            return flex.or_blocked(
+                lambda: self._by_flex(q, k, v, mask),
+                lambda: self._by_block_and_row(q, k, v, mask, bias, dropout_p),
+            )
+        return self._by_block_and_row(q, k, v, mask, bias, dropout_p)
+
+    def _by_flex(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None) -> Tensor:
+        """The same by FlexAttention, where it `serves`."""
+        q, k, v = as_autocast(q, k, v)
+        n, causal = q.shape[-2], flex.is_causal(mask)
+        known = self._flex.get((n, causal, q.device))
+        if known is None:
+            rule = self.rule(n, q.device)
+            known = rule, flex.find_blocks(rule, n, causal, q.device)
+            if len(self._flex) > 1:
+                self._flex = {}
+            self._flex[n, causal, q.device] = known
+        return flex.attend_in_blocks(q, k, v, *known, mask)
+
+    def _by_block_and_row(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Mask | None,
+        bias: Any,
+        dropout_p: float,
+    ) -> Tensor:
+        """By blocks, and the queries that see all by themselves."""
+        i, j = q.shape[-2], k.shape[-2]
         out = self._by_block(q, k, v, mask, bias, dropout_p)
         first, last = max(0, i - j), max(0, i - j + self.num_global)
         if first >= min(last, i):
@@ -153,7 +197,7 @@ class Sparse(Core):
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles make their own tables."""
-        return {**self.__dict__, "_layouts": {}}
+        return {**self.__dict__, "_layouts": {}, "_flex": {}}
 
     def _make_layout(self, i: int, j: int, device: torch.device) -> Layout:
         size, offset = self.size, self.offset()
@@ -163,7 +207,7 @@ class Sparse(Core):
         numbers = torch.arange(blocks, device=device)[:, None]
         near = torch.arange((2 * self.reach + 1) * size, device=device) - self.reach * size
         near = first + numbers * size + near  # n s
-        columns = torch.tensor(self.columns(j), device=device, dtype=torch.long)
+        columns = self.columns(j).to(device)
         near = near.masked_fill(torch.isin(near, columns) | (near < 0) | (near >= j), -1)
         places = [near, columns.expand(blocks, -1)]
         random = self._random(start, blocks, j, device)
@@ -289,7 +333,7 @@ class Block(Sparse):
     def __init__(
         self, num_heads: int, head_dim: int, *, block_size: int = 128, num_global: int = 1
     ) -> None:
-        super().__init__(num_heads, head_dim, block_size, num_global)
+        super().__init__(num_heads, head_dim, integer("block_size", block_size), num_global)
 
 
 @register_attention("window")
@@ -314,31 +358,25 @@ class Window(Sparse):
         grid: Sequence[int] | None = None,
         num_global: int = 0,
     ) -> None:
-        sides = (window,) if isinstance(window, int) else tuple(window)
-        axes = 1 if grid is None else 2
-        if len(sides) == 1:
-            sides *= axes
-        if len(sides) != axes or min(sides) < 1:
-            raise ValueError(
-                f"window {window} must be a positive number, or (rows, columns) on a grid; "
-                f"grid is {grid}"
-            )
-        if grid is not None and any(w > g for w, g in zip(sides, grid, strict=True)):
-            raise ValueError(f"window {sides} must fit into the grid {tuple(grid)}")
-        super().__init__(num_heads, head_dim, math.prod(sides), num_global)
-        self.window, self.grid = sides, None if grid is None else (grid[0], grid[1])
-        self.shift = _shift(shift, sides)
+        self.grid = None if grid is None else check_grid(grid)
+        self.window = _window(window, self.grid)
+        self.shift = _shift(shift, self.window)
+        super().__init__(num_heads, head_dim, math.prod(self.window), num_global)
         self._windows: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def offset(self) -> int:
         return self.shift[0] if self.grid is None else 0
 
-    def pattern(self, rows: Tensor, cols: Tensor, j: int) -> Tensor:
+    def rule(self, j: int, device: torch.device) -> Rule:
         if self.grid is None:
-            return super().pattern(rows, cols, j)
+            return super().rule(j, device)
         self._check_length(j)
-        same = self._number(rows) == self._number(cols)
-        return same | (cols < self.num_global) | (rows < self.num_global)
+
+        def seen(rows: Tensor, cols: Tensor) -> Tensor:
+            same = self._number(rows) == self._number(cols)
+            return same | (cols < self.num_global) | (rows < self.num_global)
+
+        return seen
 
     def _number(self, places: Tensor) -> Tensor:
         """Which window of the grid a token lies in."""
@@ -418,15 +456,34 @@ class Window(Sparse):
         return table.to(device), inverse.to(device)
 
 
+def _window(window: int | Sequence[int], grid: tuple[int, int] | None) -> tuple[int, ...]:
+    """The sides of a window: one number, or (rows, columns) on a grid."""
+    axes = 1 if grid is None else 2
+    sides = tuple(window) if isinstance(window, Sequence) else (window,)
+    if len(sides) == 1:
+        sides *= axes
+    if len(sides) != axes or not all(is_integer(side) and side >= 1 for side in sides):
+        raise ValueError(
+            f"window {window!r} must be an integer of at least 1, or (rows, columns) of them on "
+            f"a grid; grid is {grid}"
+        )
+    if grid is not None and any(w > g for w, g in zip(sides, grid, strict=True)):
+        raise ValueError(f"window {sides} must fit into the grid {grid}")
+    return tuple(int(side) for side in sides)
+
+
 def _shift(shift: bool | int | Sequence[int], window: tuple[int, ...]) -> tuple[int, ...]:
     if isinstance(shift, bool):
         return tuple(side // 2 if shift else 0 for side in window)
-    shifts = (shift,) * len(window) if isinstance(shift, int) else tuple(shift)
+    shifts = tuple(shift) if isinstance(shift, Sequence) else (shift,) * len(window)
     if len(shifts) != len(window) or any(
-        not 0 <= s < w for s, w in zip(shifts, window, strict=True)
+        not is_integer(s) or not 0 <= s < w for s, w in zip(shifts, window, strict=True)
     ):
-        raise ValueError(f"shift {shift} must lie in [0, window) on each axis of window {window}")
-    return shifts
+        raise ValueError(
+            f"shift {shift!r} must be True, False, or integers in [0, window) on each axis of "
+            f"window {window}"
+        )
+    return tuple(int(s) for s in shifts)
 
 
 class Sliding(Sparse):
@@ -435,9 +492,7 @@ class Sliding(Sparse):
     reach = 1
 
     def __init__(self, num_heads: int, head_dim: int, window: int, num_global: int = 0) -> None:
-        if window < 1:
-            raise ValueError(f"window ({window}) must be at least 1")
-        self.radius = window // 2
+        self.radius = integer("window", window) // 2
         super().__init__(num_heads, head_dim, max(_SMALLEST, self.radius), num_global)
 
     def near(self, rows: Tensor, cols: Tensor) -> Tensor:
@@ -480,13 +535,12 @@ class Strided(Sliding):
         num_far: int = 64,
     ) -> None:
         super().__init__(num_heads, head_dim, window)
-        if num_far < 1 or (stride is not None and stride < 1):
-            raise ValueError(f"stride ({stride}) and num_far ({num_far}) must be at least 1")
-        self.stride, self.num_far = stride, num_far
+        self.stride = None if stride is None else integer("stride", stride)
+        self.num_far = integer("num_far", num_far)
 
-    def columns(self, j: int) -> list[int]:
+    def is_column(self, cols: Tensor, j: int) -> Tensor:
         stride = self.stride or max(1, math.ceil(j / self.num_far))
-        return list(range(stride - 1, j, stride))
+        return (cols >= 0) & ((cols + 1) % stride == 0)
 
 
 @register_attention("bigbird")
@@ -512,10 +566,9 @@ class BigBird(Sparse):
         num_global: int = 1,
         seed: int = 0,
     ) -> None:
-        super().__init__(num_heads, head_dim, block_size, num_global)
-        if num_random < 0:
-            raise ValueError(f"num_random ({num_random}) must not be negative")
-        self.num_random, self.seed = num_random, seed
+        super().__init__(num_heads, head_dim, integer("block_size", block_size), num_global)
+        self.num_random = integer("num_random", num_random, minimum=0)
+        self.seed = integer("seed", seed, minimum=None)
 
     def random_blocks(self, keys: int) -> Tensor | None:
         """Blocks beyond the neighbours, without repetition; -1 where there are too few."""
