@@ -5,10 +5,15 @@ Command:
     python recipes/benchmark.py --suite input --data folder:PATH --model vit_micro_patch4_32
     python recipes/benchmark.py --suite attention --out attention.json
 
-Takes a minute or two each on 2 CPU cores; the figures are in the README.
+vit and input take a minute or two each on 2 CPU cores, attention far longer, most of it for full
+attention at 32,768 tokens; the figures are in the README.
 
 A ratio is a candidate's median time over ours: above 1, ours is faster. The input suite compares an
 epoch of training with a bare loop on tensors in memory. Peers that are not installed are left out.
+
+Peak memory is the most that torch's allocator holds during a step beyond parameters and input, with
+gradients and the insides of kernels: read from the allocator itself, not from the process, whose
+size also tells what earlier steps left behind (`zoo.diagnostics.cost.peak_bytes`).
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,12 +30,14 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import tyro
+from einops import rearrange
 from torch import Tensor, nn
 
 import vision
 import zoo
 from zoo import engine
-from zoo.diagnostics.cost import Times, in_turn, saved_bytes, synchronize
+from zoo.diagnostics.cost import Times, in_turn, ratio_of_medians, synchronize
+from zoo.diagnostics.scaling import Build, Scaling, exponents, plot, print_tables
 from zoo.engine.launch import environment, keep_memory
 from zoo.engine.tracking import write_json
 from zoo.layers import Mask, RelativeBias1d
@@ -42,8 +50,8 @@ class Config:
 
     suite: Literal["vit", "input", "attention"] = "vit"
     """vit: train step and inference against timm, torchvision and transformers. input: an epoch of
-    training against a bare loop of forward, backward and step. attention: every kind over lengths
-    n, against SDPA and the packages that are installed."""
+    training against a bare loop of forward, backward and step. attention: time and peak memory of
+    every kind over lengths n, against SDPA and the packages that are installed."""
     model: str = "vit_tiny_patch16_224"
     """Name of the model."""
     data: str = "digits"
@@ -52,7 +60,7 @@ class Config:
     """Images per step."""
     repeats: int = 15
     """Timed rounds; in each one every candidate has its turn."""
-    lengths: tuple[int, ...] = (256, 1024, 4096, 16384)
+    lengths: tuple[int, ...] = (256, 1024, 4096, 16384, 32768)
     """Numbers of tokens of the attention suite (dim 192, 3 heads, batch 1)."""
     kinds: tuple[str, ...] = ()
     """Attention kinds of that suite; all by default."""
@@ -65,24 +73,39 @@ class Config:
 
 
 def main(config: Config) -> dict[str, Any]:
+    check(config)
     if config.threads:
         torch.set_num_threads(config.threads)
     torch.manual_seed(0)
     keep_memory()
     suites = {"vit": vit_suite, "input": input_suite, "attention": attention_suite}
-    rows = suites[config.suite](config)
+    found = suites[config.suite](config)
     from accelerate import Accelerator
 
-    report = {"suite": config.suite, "rows": rows, **environment(Accelerator())}
-    (show_attention if config.suite == "attention" else show)(config, rows)
+    report = {"suite": config.suite, **found, **environment(Accelerator())}
     if config.out:
         write_json(Path(config.out), report)
-        if config.suite == "attention":
-            plot(rows, Path(config.out).with_suffix(".png"))
+        if config.suite == "attention" and found["rows"]:
+            plot(found["rows"], Path(config.out).with_suffix(".png"), baseline=SDPA)
     return report
 
 
-def vit_suite(config: Config) -> list[dict[str, Any]]:
+def check(config: Config) -> None:
+    """Ends with one line where the flags cannot be followed."""
+    kind = config.device.partition(":")[0]
+    if kind not in ("cpu", "cuda"):
+        raise SystemExit(f"--device {config.device} must be cpu, cuda or cuda:NUMBER")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise SystemExit(f"--device {config.device}: torch sees no GPU here; use --device cpu")
+    if min(config.repeats, config.batch_size, *config.lengths) < 1:
+        raise SystemExit("--repeats, --batch-size and --lengths must be at least 1")
+    unknown = set(config.kinds) - set(zoo.layers.list_attention())
+    if unknown:
+        legal = ", ".join(zoo.layers.list_attention())
+        raise SystemExit(f"--kinds {' '.join(sorted(unknown))} must be among {legal}")
+
+
+def vit_suite(config: Config) -> dict[str, Any]:
     """Train step and inference of a ViT and of its peers of the same shape."""
     ours: Any = zoo.create_model(config.model)
     models = {"zoo": ours, **peers(config.model, ours)}
@@ -96,7 +119,8 @@ def vit_suite(config: Config) -> list[dict[str, Any]]:
         }
         times = in_turn(steps, config.repeats, config.device)
         rows += [row(task, name, times, params=params[name]) for name in times]
-    return rows
+    show(config, rows)
+    return {"rows": rows}
 
 
 def peers(name: str, ours: Any) -> dict[str, nn.Module]:
@@ -169,23 +193,20 @@ def inference(model: nn.Module, images: Tensor, targets: Tensor) -> Callable[[],
 
 
 def row(task: str, name: str, times: Times, ours: str = "zoo", **extra: Any) -> dict[str, Any]:
-    """Median milliseconds; ratio of medians to ours with a 95 % interval, bootstrapped by round."""
-    mine, theirs = np.array(times[ours]), np.array(times[name])
-    draws = np.random.default_rng(0).integers(len(mine), size=(2000, len(mine)))
-    ratios = np.median(theirs[draws], axis=1) / np.median(mine[draws], axis=1)
-    low, high = np.quantile(ratios, (0.025, 0.975))
+    """Median milliseconds; ratio of medians to ours with its 95 % interval."""
+    ratio, interval = ratio_of_medians(times[name], times[ours])
     return {
         "task": task,
         "candidate": name,
-        "n": len(theirs),
-        "median_ms": 1e3 * float(np.median(theirs)),
-        "ratio": float(np.median(theirs) / np.median(mine)),
-        "interval": [float(low), float(high)],
+        "n": len(times[name]),
+        "median_ms": 1e3 * float(np.median(times[name])),
+        "ratio": ratio,
+        "interval": interval,
         **extra,
     }
 
 
-def input_suite(config: Config) -> list[dict[str, Any]]:
+def input_suite(config: Config) -> dict[str, Any]:
     """A training epoch of the recipe's loop against a bare loop on tensors in memory."""
     data = vision.load_dataset(config.data)
     options: dict[str, Any] = {"num_classes": len(data.class_names), "in_chans": data.in_chans}
@@ -236,69 +257,60 @@ def input_suite(config: Config) -> list[dict[str, Any]]:
     for turn in range(config.repeats + 1):  # the first round warms up
         for candidate in (whole, bare) if turn % 2 else (bare, whole):
             candidate()
-    return [row("epoch", name, {k: v[1:] for k, v in speeds.items()}) for name in speeds]
+    rows = [row("epoch", name, {k: v[1:] for k, v in speeds.items()}) for name in speeds]
+    show(config, rows)
+    return {"rows": rows}
 
 
 DIM, HEADS = 192, 3
-SQUARE = ("full", "dot", "additive", "uniform")  # quadratic, so not timed on the longest
-RIVALS = {  # which of our kinds does the same work as a package
-    "linformer": "package linformer", "performer": "performer-pytorch",
-    "longformer": "local-attention",
+SDPA = "torch SDPA"
+LONGEST = {"additive": 1024, "dot": 4096, "uniform": 4096, "full, relative bias": 4096}  # quadratic
+RIVALS = {  # which of our kinds does the same work
+    SDPA: "full", "x-transformers": "full", "package linformer": "linformer",
+    "performer-pytorch": "performer", "local-attention": "longformer",
 }  # fmt: skip
 OPTIONS: dict[str, dict[str, Any]] = {  # the same keys a query as local-attention's window of 128
     "longformer": {"window": 256, "num_global": 0}, "window": {"window": 128},
 }  # fmt: skip
 
 
-def attention_suite(config: Config) -> list[dict[str, Any]]:
-    """Forward, and forward and backward, of every kind and of its rivals for each length."""
-    rows = []
-    for n in config.lengths:
-        x = torch.randn(1, n, DIM, device=config.device, requires_grad=True)
-        models = {name: m.to(config.device) for name, m in attentions(config, n).items()}
-        steps = {f"train {name}": attention_step(m, x, True) for name, m in models.items()}
-        steps |= {f"infer {name}": attention_step(m, x, False) for name, m in models.items()}
-        rounds = max(3, config.repeats if n <= 4096 else config.repeats // 3)
-        times = in_turn(steps, rounds, config.device)
-        rows += [
-            {
-                "task": task,
-                "n": n,
-                "candidate": name,
-                "rounds": rounds,
-                "median_ms": 1e3 * float(np.median(times[f"{task} {name}"])),
-                "kept_mib": saved_bytes(model, x) / 2**20,
-            }
-            for task in ("train", "infer")
-            for name, model in models.items()
-        ]
-    return rows
-
-
-def attentions(config: Config, n: int) -> dict[str, nn.Module]:
-    """Our kinds at length n, and the packages that are installed."""
-    found: dict[str, nn.Module] = {}
-    for kind in config.kinds or zoo.layers.list_attention():
-        if kind in SQUARE[1:] and n > (1024 if kind == "additive" else 4096):
-            continue
-        options = {"max_len": n} if kind == "linformer" else OPTIONS.get(kind, {})
-        found[kind] = zoo.layers.create_attention(kind, DIM, HEADS, **options)
-    if "full" in found:
-        full = zoo.layers.create_attention("full", DIM, HEADS)
-        mask = Mask.padding([n - n // 8]) & Mask.causal()
-        found["full, padding & causal"] = Masked(full, mask)
-        if n <= 4096:
-            bias = RelativeBias1d(HEADS)
-            found["full, relative bias"] = zoo.layers.create_attention(
-                "full", DIM, HEADS, bias=bias
-            )
-    for kind, package in RIVALS.items():
-        if kind in found:
+def attention_suite(config: Config) -> dict[str, Any]:
+    """Time and peak memory, forward and training, of every kind and of its rivals."""
+    kinds = config.kinds or tuple(zoo.layers.list_attention())
+    builds: dict[str, Build] = {}
+    for kind in kinds:
+        builds[kind] = partial(attention, kind)
+        if kind == "full":
+            builds["full, padding & causal"] = masked
+            builds["full, relative bias"] = biased
+        for rival in [rival for rival, ours in RIVALS.items() if ours == kind]:
             try:
-                found[package] = rival(package, n)
-            except ImportError:
-                print(f"{package} is not installed and left out: pip install {package.split()[-1]}")
-    return found
+                RIVAL_BUILDS[rival](256)
+                builds[rival] = RIVAL_BUILDS[rival]
+            except ImportError as error:
+                package = rival.split()[-1]
+                print(f"{rival} is left out ({error}): pip install {package}")
+    scaling = Scaling(
+        builds, DIM, config.repeats, config.device, longest=LONGEST, rivals=RIVALS, baseline=SDPA
+    )
+    rows, skipped = scaling.measure(config.lengths)
+    setting = f"batch 1, dim {DIM}, {HEADS} heads, {config.device}"
+    print_tables(rows, skipped, baseline=SDPA, setting=setting)
+    return {"rows": rows, "skipped": skipped, "exponents": exponents(rows)}
+
+
+def attention(kind: str, n: int) -> nn.Module:
+    options = {"max_len": n} if kind == "linformer" else OPTIONS.get(kind, {})
+    return zoo.layers.create_attention(kind, DIM, HEADS, **options)
+
+
+def masked(n: int) -> nn.Module:
+    """Full attention with the last eighth of the keys as padding, and causal."""
+    return Masked(attention("full", n), Mask.padding([n - n // 8]) & Mask.causal())
+
+
+def biased(n: int) -> nn.Module:
+    return zoo.layers.create_attention("full", DIM, HEADS, bias=RelativeBias1d(HEADS))
 
 
 class Masked(nn.Module):
@@ -312,17 +324,17 @@ class Masked(nn.Module):
         return self.attn(x, mask=self.mask)
 
 
-def rival(package: str, n: int) -> nn.Module:
-    """Self-attention of another package, with its own defaults and our width and heads."""
-    if package == "package linformer":
-        from linformer import LinformerSelfAttention
+class Sdpa(nn.Module):
+    """What one writes by hand: torch's fused attention between two projections."""
 
-        return LinformerSelfAttention(DIM, n, k=256, heads=HEADS)
-    if package == "performer-pytorch":
-        from performer_pytorch import SelfAttention
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.proj = nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, DIM)
 
-        return SelfAttention(DIM, heads=HEADS, dim_head=DIM // HEADS, causal=False)
-    return LocalAttention()
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = rearrange(self.qkv(x), "b n (three h d) -> three b h n d", three=3, h=HEADS)
+        out = F.scaled_dot_product_attention(q, k, v)
+        return self.proj(rearrange(out, "b h n d -> b n (h d)"))
 
 
 class LocalAttention(nn.Module):
@@ -346,75 +358,29 @@ class LocalAttention(nn.Module):
         return self.proj(self.core(q, k, v).transpose(1, 2).flatten(2))
 
 
-def attention_step(model: nn.Module, x: Tensor, train: bool) -> Callable[[], None]:
-    def step() -> None:
-        if train:
-            model(x).sum().backward()
-        else:
-            with torch.inference_mode():
-                model(x)
+def x_transformers(n: int) -> nn.Module:
+    from x_transformers.x_transformers import Attention
 
-    return step
+    return Attention(DIM, heads=HEADS, dim_head=DIM // HEADS, causal=False, flash=True)
 
 
-def exponent(rows: list[dict[str, Any]], value: str = "median_ms") -> float:
-    """Slope of log(value) over log(n), fitted from 1,024 tokens on."""
-    long = [r for r in rows if r["n"] >= 1024]
-    if len(long) < 2:
-        return float("nan")
-    n, y = (np.log([r[key] for r in long]) for key in ("n", value))
-    return float(np.polyfit(n, y, 1)[0])
+def package_linformer(n: int) -> nn.Module:
+    from linformer import LinformerSelfAttention
+
+    return LinformerSelfAttention(DIM, n, k=256, heads=HEADS)
 
 
-def show_attention(config: Config, rows: list[dict[str, Any]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
+def performer_pytorch(n: int) -> nn.Module:
+    from performer_pytorch import SelfAttention
 
-    table = Table(title=f"ms to train, batch 1, dim {DIM}, {HEADS} heads, {config.device}")
-    columns = [*map(str, config.lengths), "exponent", "exponent of memory", "rival's time / ours"]
-    for column in ("candidate", *columns):
-        table.add_column(column, justify="left" if column == "candidate" else "right")
-    train = [r for r in rows if r["task"] == "train"]
-    for name in dict.fromkeys(r["candidate"] for r in train):
-        own = [r for r in train if r["candidate"] == name]
-        by_n = {r["n"]: r["median_ms"] for r in own}
-        last = max(by_n)
-        theirs = next(
-            (r for r in train if r["candidate"] == RIVALS.get(name) and r["n"] == last), None
-        )
-        table.add_row(
-            name,
-            *(f"{by_n[n]:.4g}" if n in by_n else "" for n in config.lengths),
-            f"{exponent(own):.2f}",
-            f"{exponent(own, 'kept_mib'):.2f}",
-            f"{theirs['median_ms'] / by_n[last]:.2f}" if theirs else "",
-        )
-    Console().print(table)
+    return SelfAttention(DIM, heads=HEADS, dim_head=DIM // HEADS, causal=False)
 
 
-def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Training time and memory over n, both on logarithmic axes."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12, 5.5), layout="constrained")
-    panels = figure.subplots(1, 2, sharex=True)
-    labels = {"median_ms": "forward + backward, ms", "kept_mib": "kept for the backward pass, MiB"}
-    train = [r for r in rows if r["task"] == "train"]
-    names = list(dict.fromkeys(r["candidate"] for r in train))
-    for axes, (value, label) in zip(panels, labels.items(), strict=True):
-        for number, name in enumerate(names):
-            own = [r for r in train if r["candidate"] == name]
-            style = "--" if name in RIVALS.values() else "-"
-            axes.plot(
-                [r["n"] for r in own], [r[value] for r in own], style,
-                marker="osv^D"[number // 10], color=f"C{number % 10}", label=name,
-            )  # fmt: skip
-        axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel=label)
-        lengths = sorted({r["n"] for r in train})
-        axes.set_xticks(lengths, [f"{n:,}" for n in lengths])
-        axes.grid(alpha=0.3)
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center")
-    figure.savefig(path, dpi=130)
+RIVAL_BUILDS: dict[str, Build] = {  # with each package's own defaults, our width and heads
+    SDPA: lambda n: Sdpa(), "x-transformers": x_transformers,
+    "package linformer": package_linformer, "performer-pytorch": performer_pytorch,
+    "local-attention": lambda n: LocalAttention(),
+}  # fmt: skip
 
 
 def show(config: Config, rows: list[dict[str, Any]]) -> None:

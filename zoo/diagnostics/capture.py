@@ -30,7 +30,9 @@ def capture_attention(
 ) -> Iterator[Records]:
     """Yields a dict that fills with weights: layer name -> one fp32 CPU tensor (b h i j) a forward.
 
-    Rows sum to 1, or to 0 where a query had nothing to attend to; dropout is not applied.
+    Rows sum to 1, or to 0 where a query had nothing to attend to; dropout is not applied. Masks and
+    global tokens change weights and never the shape, so that maps of samples and processes can be
+    gathered (of linformer, j is the number of its projected keys).
 
     Args:
         layers: Names of attention modules, with wildcards: "blocks.*", ["blocks.0.attn", "*.3.*"].

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -176,3 +181,54 @@ def test_records_own_their_memory(tower: Tower, x: Tensor) -> None:
         tower(x)
     for (maps,) in records.values():
         assert maps.untyped_storage().nbytes() == maps.nbytes
+
+
+GATHERING = """
+import torch, torch.distributed as dist
+from torch import nn
+from zoo import capture_attention
+from zoo.layers import Mask, create_attention
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.manual_seed(rank)
+x = torch.randn(2, 9, 16)
+num_global = torch.tensor([rank, 3 - rank])[:, None, None]  # differs by sample and by process
+row, col = torch.arange(9)[:, None], torch.arange(9)[None]
+near = (row - col).abs() <= 1
+structure = Mask.dense((near | (row < num_global) | (col < num_global))[:, None])
+for kind, options, mask in (
+    ("full", {}, structure & Mask.padding([9 - rank, 5])),
+    ("longformer", {"window": 3, "num_global": 1 + rank}, Mask.padding([9, 4 + rank])),
+):
+    model = nn.ModuleDict({"attn": create_attention(kind, 16, 2, **options)})
+    with capture_attention(model) as records:
+        model["attn"](x, mask=mask)
+    (maps,) = records["attn"]
+    gathered = [torch.empty(2, 2, 9, 9) for _ in range(2)]
+    dist.all_gather(gathered, maps)
+    assert torch.equal(gathered[rank], maps)
+    sums = torch.cat(gathered).sum(-1)
+    assert torch.allclose(sums, torch.ones(4, 2, 9)), (kind, sums)
+dist.destroy_process_group()
+"""
+
+
+def test_a17_maps_have_one_shape_whatever_the_global_tokens(tmp_path: Path) -> None:
+    script = tmp_path / "gathering.py"
+    script.write_text(GATHERING)
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc_per_node=2",
+            script,
+        ],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
