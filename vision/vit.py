@@ -8,7 +8,6 @@ rows and columns of an image.
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Sequence
 from functools import partial
@@ -19,6 +18,7 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from vision.checks import check_choice, pair, take_indices
 from zoo.card import ModelCard, Preprocessing
 from zoo.layers import (
     AttentionPool,
@@ -77,6 +77,20 @@ class PatchEmbed(nn.Module):
         rows, cols = self.patch_size
         patches = rearrange(x, "b c (y r) (x s) -> b (y x) (c r s)", r=rows, s=cols)
         return F.linear(patches, self.proj.weight.flatten(1), self.proj.bias)
+
+
+OF_THE_MODEL = {  # options of attention that follow from the model's own
+    "dim": "embed_dim",
+    "num_heads": "num_heads",
+    "head_dim": "head_dim",
+    "qk_norm": "qk_norm",
+    "attn_drop": "attn_drop_rate",
+    "proj_drop": "proj_drop_rate",
+    "norm_layer": "norm_eps",
+    "temperature": "temperature",
+    "bias": "position",
+    "rope": "position",
+}
 
 
 class VisionTransformer(nn.Module):
@@ -151,8 +165,8 @@ class VisionTransformer(nn.Module):
     ) -> None:
         super().__init__()
         _check_pool(global_pool, class_token)
-        _check_choice("position", position, POSITIONS)
-        _check_choice("act", act, ACTIVATIONS)
+        check_choice("position", position, POSITIONS)
+        check_choice("act", act, ACTIVATIONS)
         if depth < 1 or num_classes < 0:
             raise ValueError(f"depth ({depth}) must be at least 1, num_classes ({num_classes}) 0")
         norm_layer = partial(nn.LayerNorm, eps=norm_eps)
@@ -163,8 +177,8 @@ class VisionTransformer(nn.Module):
         self.grad_checkpointing = False
 
         self.patch_embed = PatchEmbed(
-            _pair(img_size, "img_size"),
-            _pair(patch_size, "patch_size"),
+            pair(img_size, "img_size"),
+            pair(patch_size, "patch_size"),
             in_chans,
             embed_dim,
             bias=not pre_norm,
@@ -239,6 +253,12 @@ class VisionTransformer(nn.Module):
         self, kind: str, options: dict[str, Any] | None, layer: int
     ) -> dict[str, Any]:
         """The options of a kind, with those that follow from the model's geometry filled in."""
+        for name in options or {}:
+            if name in OF_THE_MODEL:
+                raise TypeError(
+                    f"attention_options has {name!r}, which the model sets: give the model "
+                    f"{OF_THE_MODEL[name]} instead"
+                )
         known = geometry(kind, self.patch_embed.grid_size, self.num_prefix_tokens, layer)
         return {**known, **(options or {})}
 
@@ -315,8 +335,8 @@ class VisionTransformer(nn.Module):
         Returns:
             `(tokens, intermediates)`, or the intermediates alone.
         """
-        _check_choice("output_fmt", output_fmt, ("NCHW", "NLC"))
-        take = _take_indices(len(self.blocks), indices)
+        check_choice("output_fmt", output_fmt, ("NCHW", "NLC"))
+        take = take_indices(len(self.blocks), indices)
         blocks = list(self.blocks)[: max(take) + 1 if stop_early else None]
         x = self._embed(x)
         taken = []
@@ -447,41 +467,14 @@ def _init_linear(linear: nn.Linear) -> None:
         nn.init.zeros_(linear.bias)
 
 
-def _take_indices(depth: int, indices: int | Sequence[int] | None) -> list[int]:
-    if indices is None:
-        return list(range(depth))
-    if isinstance(indices, int):
-        if not 0 < indices <= depth:
-            raise ValueError(f"indices ({indices}) must be between 1 and depth ({depth})")
-        return list(range(depth - indices, depth))
-    bad = [index for index in indices if not -depth <= index < depth]
-    if bad or not indices:
-        raise ValueError(f"indices {list(indices)} must lie in [-{depth}, {depth}), and be some")
-    return [index % depth for index in indices]
-
-
-def _pair(value: int | Sequence[int], name: str) -> tuple[int, int]:
-    pair = tuple(value) if isinstance(value, Sequence) else (value, value)
-    if len(pair) != 2 or any(not isinstance(edge, int) or edge < 1 for edge in pair):
-        raise ValueError(f"{name} must be a positive integer, or (rows, columns), not {value!r}")
-    return pair[0], pair[1]
-
-
 def _nearest_size(size: tuple[int, int], patch: tuple[int, int]) -> tuple[int, ...]:
     return tuple(max(1, round(s / p)) * p for s, p in zip(size, patch, strict=True))
 
 
 def _check_pool(global_pool: str, class_token: bool) -> None:
-    _check_choice("global_pool", global_pool, POOLS)
+    check_choice("global_pool", global_pool, POOLS)
     if global_pool == "token" and not class_token:
         raise ValueError("global_pool 'token' needs class_token=True; or take 'avg' or 'map'")
-
-
-def _check_choice(name: str, value: str, choices: Sequence[str] | dict[str, Any]) -> None:
-    if value not in choices:
-        near = difflib.get_close_matches(str(value), list(choices), n=1)
-        hint = f"; nearest: {near[0]!r}" if near else ""
-        raise ValueError(f"{name} {value!r} must be one of {', '.join(map(repr, choices))}{hint}")
 
 
 # --- variants --------------------------------------------------------------------------------

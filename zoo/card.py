@@ -92,7 +92,9 @@ class Preprocessing:
         return cls(**_checked_fields(cls, data, required={"size", "mean", "std"}))
 
 
-_FREE_OPTIONS = re.compile(r"num_classes|in_chans|img_size|.*drop.*_rate|drop_rate")
+_FREE_OPTIONS = re.compile(
+    r"num_classes|in_chans|img_size|.*drop.*_rate|drop_rate|zero_init_residual"
+)
 
 
 @dataclass(frozen=True)

@@ -93,6 +93,8 @@ class Merge:
                 self.reinitialized[key] = "the source has no classifier"
             elif key in self.untrained:
                 self.reinitialized[key] = "the source has another kind of attention"
+            elif key.endswith(".num_batches_tracked"):  # torch takes such old files as well
+                self.reinitialized[key] = "the source does not count batches"
         elif key in self.grids and value.ndim == 3:
             self._positions(key, value)
         elif key in self.grids and value.ndim == 2:
@@ -303,6 +305,9 @@ def _key_of_stem(model: nn.Module) -> str | None:
 def _name_of_head(model: nn.Module) -> str | None:
     get_classifier = getattr(model, "get_classifier", None)
     head = get_classifier() if callable(get_classifier) else None
+    if head is None:
+        name = getattr(model, "classifier_name", None)  # of a torchvision network
+        return name if isinstance(name, str) else None
     return next((name for name, module in model.named_modules() if module is head), None)
 
 

@@ -406,3 +406,11 @@ def test_checkpointed_gradients_are_the_same(attention):
     for one, two in zip(*found, strict=True):
         assert (one is None) == (two is None)
         assert one is None or torch.allclose(one, two, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"), [("num_heads", "num_heads"), ("attn_drop", "attn_drop_rate")]
+)
+def test_attention_options_of_the_model_itself(name: str, instead: str) -> None:
+    with pytest.raises(TypeError, match=f"has '{name}', which the model sets.*{instead}"):
+        zoo.create_model("vit_micro_patch2_8", attention_options={name: 2})
