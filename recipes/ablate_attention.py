@@ -105,14 +105,16 @@ def build(config: Config) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
             print(f"left out: {', '.join(parts)}: {error}", file=sys.stderr)
             continue
         variants[", ".join(parts)], models[", ".join(parts)] = flags, model
-    for kind in BASELINES:  # where a position needs scores, the baselines go without
+    for kind in BASELINES:
         if not any(flags["attention"] == kind for flags in variants.values()):
-            variants[kind] = {"attention": kind, "position": "none"}
-            models[kind] = zoo.create_model(
+            name = f"{kind}, none"
+            print(f"{kind} goes without positions: {config.positions} need scores", file=sys.stderr)
+            variants[name] = {"attention": kind, "position": "none"}
+            models[name] = zoo.create_model(
                 config.model,
                 class_names=data.class_names,
                 in_chans=data.in_chans,
-                **variants[kind],
+                **variants[name],
             )
     return variants, models
 

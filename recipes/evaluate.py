@@ -33,7 +33,7 @@ class Config:
     model: str
     """A run folder, or local-dir:FOLDER as zoo.save_pretrained writes it."""
     data: str | None = None
-    """digits or folder:PATH; by default the data of the run."""
+    """digits, emoji or folder:PATH; by default the data of the run."""
     batch_size: int = 128
     """Images per process and forward pass."""
     workers: int = 0

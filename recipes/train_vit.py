@@ -43,7 +43,8 @@ class Config(engine.TrainOptions):
     head_dim: int | None = None
     """Width of a head; the model's width over the number of heads by default."""
     temperature: str = "1"
-    """Divides attention scores: a number, START:END over the run (2:0.5), or learned (by head)."""
+    """Divides attention scores: a number, START:END over the run (2:0.5), or learned (by head). With
+    START:END, checkpoints/best.pt was measured at its own epoch's; model/ computes with END."""
     drop_path_rate: float = 0.0
     """Stochastic depth, rising linearly to this at the last block."""
     label_smoothing: float = 0.1
@@ -55,7 +56,7 @@ class Config(engine.TrainOptions):
     spatial: Literal["auto", "none", "affine", "crop"] = "auto"
     """auto: affine for data in memory, random resized crops otherwise."""
     hflip: float | None = None
-    """Chance of a horizontal flip; by default the data set's (0 for digits, 0.5 for folders)."""
+    """Chance of a horizontal flip; by default the data set's (digits and emoji 0, folders 0.5)."""
     policy: Literal["none", "randaugment", "trivialaugment"] = "none"
     """Automatic augmentation per image, by torchvision."""
     bad_images: Literal["stop", "skip"] = "stop"

@@ -1,4 +1,4 @@
-"""Pixels: Vision Transformers, image data, augmentation and evaluation.
+"""Pixels: Vision Transformers, CNNs, channel attention, image data, augmentation and evaluation.
 
 Importing this package registers its models. The data side is imported when first asked for.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from vision.resnet import ResNet
 from vision.vit import VisionTransformer
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from vision.data import load_dataset, make_source
     from vision.images import decode
 
-__all__ = ["Augment", "VisionTransformer", "decode", "load_dataset", "make_source"]
+__all__ = ["Augment", "ResNet", "VisionTransformer", "decode", "load_dataset", "make_source"]
 
 _HOMES = {
     "Augment": "vision.augment",

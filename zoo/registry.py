@@ -29,6 +29,7 @@ from typing import Any, TypeVar, cast, overload
 from torch import nn
 
 from zoo.card import ModelCard, Preprocessing
+from zoo.hosts import HOSTS, find_host
 from zoo.weights import Source, WeightsError, apply_source, read_source
 
 ENTRY_POINTS = "attention_zoo.models"
@@ -37,6 +38,8 @@ _HOMES = ("vision", "crossmodal")  # importing these registers the zoo's own mod
 Builder = Callable[..., nn.Module]
 _B = TypeVar("_B", bound=Builder)
 _Init = TypeVar("_Init", bound=Callable[..., None])
+Edit = Callable[[nn.Module, Any], object]
+_E = TypeVar("_E", bound=Edit)
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,7 @@ class Entry:
 
 
 _entries: dict[str, Entry] = {}
+_edits: dict[str, Edit] = {}
 _discovery = threading.RLock()
 _discovered = False
 
@@ -113,6 +117,20 @@ def register_model(
     return register if builder is None else register(builder)
 
 
+def register_edit(option: str) -> Callable[[_E], _E]:
+    """Decorates `edit(model, value)`, which changes a built model where `option` is given.
+
+    So `create_model(name, option=value)` works for every model, hosts of other libraries too. The
+    edit notes the option in the model's card, from which a saved model is made again.
+    """
+
+    def register(edit: _E) -> _E:
+        _edits[option] = edit
+        return edit
+
+    return register
+
+
 def _home(builder: Builder) -> str:
     return f"{builder.__module__}.{builder.__qualname__}"
 
@@ -151,8 +169,8 @@ def create_model(
     """Builds a model by name.
 
     Args:
-        name: A registered name (see `list_models`), or `local-dir:FOLDER` for what
-            `save_pretrained` wrote.
+        name: A registered name (see `list_models`), `timm:NAME` or `torchvision:NAME` for a
+            network of these libraries, or `local-dir:FOLDER` for what `save_pretrained` wrote.
         pretrained: False, True for the model's own weights, or a source of `load_pretrained`.
         num_classes: Outputs of the classifier; 0 leaves it out and returns pooled features.
         in_chans: Channels of the images; 3 by default.
@@ -175,9 +193,9 @@ def create_model(
         "position": position,
     }
     options = {**{k: v for k, v in named.items() if v is not None}, **options}
-    prefix, colon, rest = name.partition(":")
-    if colon:
-        return _create_from(prefix, rest, pretrained, class_names, options)
+    prefix, _, rest = name.partition(":")
+    if prefix == "local-dir":
+        return _from_folder(rest, pretrained, class_names, options)
     entry = _find(name)
     model = _build(entry, options, class_names)
     if pretrained:
@@ -249,6 +267,16 @@ def _find(name: str) -> Entry:
     _discover()
     if name in _entries:
         return _entries[name]
+    prefix, colon, rest = name.partition(":")
+    if colon and prefix in HOSTS:
+        host = find_host(prefix, rest)
+        return Entry(name, host.build, host.preprocessing, host.weights)
+    if colon:
+        known = ", ".join(f"{host}:" for host in ("local-dir", *HOSTS))
+        raise ValueError(
+            f"unknown prefix {prefix + ':'!r} in model name {name!r}; known: {known}, or a name of "
+            "zoo.list_models() without a prefix"
+        )
     raise ValueError(
         f"unknown model {name!r}; {_nearest(name, _entries)}zoo.list_models() lists all "
         f"{len(_entries)}"
@@ -264,11 +292,13 @@ def _build(
     entry: Entry, options: Mapping[str, Any], class_names: Sequence[str] | None = None
 ) -> nn.Module:
     valid = entry.valid_options()
+    edits = {name: value for name, value in options.items() if name in _edits and value}
+    options = {name: value for name, value in options.items() if name not in _edits}
     for option in options:
         if valid is not None and option not in valid:
             raise TypeError(
                 f"{entry.name} has no option {option!r}; {_nearest(option, valid)}"
-                f"valid: {', '.join(valid)}"
+                f"valid: {', '.join([*valid, *_edits])}"
             )
     model = entry.builder(**options)
     card = getattr(model, "card", None)
@@ -279,6 +309,8 @@ def _build(
         preprocessing=_fit(entry.preprocessing, resolved),
         class_names=None if class_names is None else tuple(class_names),
     )
+    for name, value in edits.items():
+        _edits[name](model, value)
     return model
 
 
@@ -298,22 +330,6 @@ def _own_weights(entry: Entry) -> str:
             f"or see zoo.list_models(pretrained=True)"
         )
     return entry.weights
-
-
-def _create_from(
-    prefix: str,
-    rest: str,
-    pretrained: bool | str,
-    class_names: Sequence[str] | None,
-    options: dict[str, Any],
-) -> nn.Module:
-    if prefix not in HOSTS:
-        known = ", ".join(f"{host}:" for host in HOSTS)
-        raise ValueError(
-            f"unknown prefix {prefix + ':'!r} in model name {prefix + ':' + rest!r}; "
-            f"known: {known}, or a name of zoo.list_models() without a prefix"
-        )
-    return HOSTS[prefix](rest, pretrained, class_names, options)
 
 
 def _from_folder(
@@ -345,9 +361,3 @@ def _dtype(source: Source) -> Any:
     """The floating dtype of the stored tensors, where they share one."""
     dtypes = {t.dtype for t in source.tensors.values() if t.is_floating_point()}
     return dtypes.pop() if len(dtypes) == 1 else None
-
-
-# What a model name may start with, beside nothing.
-HOSTS: dict[str, Callable[[str, bool | str, Sequence[str] | None, dict[str, Any]], nn.Module]] = {
-    "local-dir": _from_folder
-}

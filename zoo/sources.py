@@ -42,17 +42,17 @@ class Source:
 
 
 def read_source(source: str) -> Source:
-    """Reads `file:PATH` or `local-dir:PATH`."""
+    """Reads `file:PATH`, `local-dir:PATH`, `timm:NAME` or `torchvision:NAME`."""
     prefix, colon, rest = source.partition(":")
     if not colon or prefix not in SOURCES:
-        known = ", ".join(f"{name}:PATH" for name in SOURCES)
+        known = "file:PATH, local-dir:PATH, timm:NAME[.TAG], torchvision:NAME[.WEIGHTS]"
         hint = ""
         if Path(source).expanduser().exists():
             kind = "local-dir" if Path(source).expanduser().is_dir() else "file"
             hint = f"; did you mean {kind}:{source}?"
         raise WeightsError(f"unknown source {source!r}; available: {known}{hint}")
     if not rest:
-        raise WeightsError(f"source {source!r} lacks a path after the colon")
+        raise WeightsError(f"source {source!r} lacks a path or a name after the colon")
     return SOURCES[prefix](rest)
 
 
@@ -174,7 +174,24 @@ def _holds_tensors(data: Mapping[Any, Any]) -> bool:
     return tensors > sum(isinstance(value, Mapping) for value in data.values())
 
 
-SOURCES: dict[str, Callable[[str], Source]] = {"file": _read_file, "local-dir": _read_local_dir}
+def _read_timm(name: str) -> Source:
+    from zoo.hosts import read_timm
+
+    return read_timm(name)
+
+
+def _read_torchvision(name: str) -> Source:
+    from zoo.hosts import read_torchvision
+
+    return read_torchvision(name)
+
+
+SOURCES: dict[str, Callable[[str], Source]] = {
+    "file": _read_file,
+    "local-dir": _read_local_dir,
+    "timm": _read_timm,
+    "torchvision": _read_torchvision,
+}
 
 
 def sha256_of(path: Path) -> str:

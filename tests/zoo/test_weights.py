@@ -363,7 +363,7 @@ def test_changed_tensors_are_noticed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "said"),
     [
-        ("nowhere", r"unknown source 'nowhere'; available: file:PATH, local-dir:PATH$"),
+        ("nowhere", r"unknown source 'nowhere'; available: file:PATH, local-dir:PATH, timm:NAME"),
         ("hub:me/x", "unknown source 'hub:me/x'"),
         ("{}", r"did you mean local-dir:"),
         ("file:", "lacks a path"),
@@ -543,7 +543,7 @@ def test_tied_tensors_are_saved(tmp_path: Path) -> None:
 
 def test_reading_names_are_exported() -> None:
     assert weights.read_source is sources.read_source
-    assert set(sources.SOURCES) == {"file", "local-dir"}
+    assert set(sources.SOURCES) == {"file", "local-dir", "timm", "torchvision"}
 
 
 def test_a_training_checkpoint_tells_its_grid(tmp_path):

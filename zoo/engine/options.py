@@ -16,7 +16,8 @@ class TrainOptions:
     model: str = "vit_micro_patch2_8"
     """Name of a model, see `zoo.list_models()`, or local-dir:FOLDER."""
     data: str = "digits"
-    """digits (scikit-learn's 1,797 images of 8x8) or folder:PATH (PATH/train, PATH/val)."""
+    """digits (scikit-learn's 1,797 images of 8x8), emoji (1,636 drawings of 32x32, 8 categories) or
+    folder:PATH (PATH/train, PATH/val)."""
     out: str | None = None
     """Run folder, which must not exist; a new one below runs/ by default."""
     resume: str | None = None

@@ -1,0 +1,139 @@
+"""Networks of timm and torchvision by name, with a card. Hubs cannot be reached here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+import torchvision
+from torch import nn
+
+import zoo
+from zoo import hosts
+
+NAMES = ["timm:resnet18", "timm:mobilenetv3_small_050", "torchvision:resnet18"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_is_the_librarys_own_network(name: str) -> None:
+    library, _, own = name.partition(":")
+    model = zoo.create_model(name, num_classes=5)
+    if library == "timm":
+        peer = timm.create_model(own, num_classes=5)
+    else:
+        peer = torchvision.models.get_model(own, num_classes=5)
+    peer.load_state_dict(model.state_dict())
+    x = torch.randn(2, 3, 64, 64)
+    assert torch.equal(model.eval()(x), peer.eval()(x))
+    assert type(model) is type(peer)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_saved_host_is_made_again(name: str, tmp_path: Path) -> None:
+    model = zoo.create_model(name, in_chans=1, img_size=32, class_names=["cat", "dog"]).eval()
+    zoo.save_pretrained(model, tmp_path / "model")
+    again: Any = zoo.create_model(f"local-dir:{tmp_path / 'model'}").eval()
+    x = torch.randn(2, 1, 32, 32)
+    assert torch.equal(model(x), again(x))
+    assert again.card.class_names == ("cat", "dog")
+    assert (again.card.preprocessing.size, again.card.preprocessing.in_chans) == ((32, 32), 1)
+
+
+def test_preprocessing_is_the_weights_own() -> None:
+    model: Any = zoo.create_model("timm:tf_efficientnet_lite0")
+    config = timm.get_pretrained_cfg("tf_efficientnet_lite0")
+    assert model.card.preprocessing.mean == tuple(config.mean) == (0.5, 0.5, 0.5)
+    assert model.card.preprocessing.crop_pct == config.crop_pct
+    model = zoo.create_model("torchvision:resnet50")
+    expected = torchvision.models.ResNet50_Weights.DEFAULT.transforms()
+    assert model.card.preprocessing.size == (expected.crop_size[0],) * 2
+    assert model.card.preprocessing.crop_pct == expected.crop_size[0] / expected.resize_size[0]
+    first = zoo.create_model("torchvision:resnet50.IMAGENET1K_V1")
+    assert first.card.preprocessing.crop_pct == 224 / 256
+
+
+@pytest.mark.parametrize("name", ["torchvision:resnet18", "timm:resnet18"])
+def test_weights_of_another_class_count_and_channels(name: str, tmp_path: Path) -> None:
+    trained: Any = zoo.create_model(name)
+    torch.save(trained.state_dict(), tmp_path / "trained.pt")
+    model: Any = zoo.create_model(name, num_classes=3, in_chans=1)
+    report = zoo.load_pretrained(model, f"file:{tmp_path / 'trained.pt'}")
+    assert report.adapted["conv1.weight"] == "3 input channels -> 1"
+    assert set(report.reinitialized) == {"fc.weight", "fc.bias"}
+    x = torch.rand(2, 1, 64, 64)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            model.conv1(x), trained.conv1(x.expand(-1, 3, -1, -1)), rtol=1e-4, atol=1e-5
+        )
+
+
+def test_trained_weights_come_from_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    trained = torchvision.models.resnet18()
+    monkeypatch.setattr(
+        torchvision.models.ResNet18_Weights,
+        "get_state_dict",
+        lambda self, **options: trained.state_dict(),
+    )
+    model = zoo.create_model("torchvision:resnet18", pretrained=True, num_classes=7)
+    assert torch.equal(model.layer1[0].conv1.weight, trained.layer1[0].conv1.weight)
+    assert model.fc.out_features == 7
+    assert model.card.source == "torchvision:resnet18"
+
+
+def test_timm_is_asked_for_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    trained = timm.create_model("resnet18")
+
+    def create(name: str, pretrained: bool = False, **options: Any) -> nn.Module:
+        return trained if pretrained else original(name, **options)
+
+    original = timm.create_model
+    monkeypatch.setattr(timm, "create_model", create)
+    model = zoo.create_model("timm:resnet18", pretrained=True, in_chans=1)
+    assert torch.equal(model.fc.weight, trained.fc.weight)
+    torch.testing.assert_close(model.conv1.weight, trained.conv1.weight.sum(1, keepdim=True))
+    assert model.card.source == "timm:resnet18"
+
+
+def test_weights_that_cannot_be_had_are_an_error_that_names_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def offline(*args: Any, **options: Any) -> None:
+        raise OSError("no route to host")
+
+    monkeypatch.setattr(torchvision.models.ResNet18_Weights, "get_state_dict", offline)
+    with pytest.raises(zoo.weights.WeightsError, match=r"torchvision:resnet18.*no route to host"):
+        zoo.create_model("torchvision:resnet18", pretrained=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("timm:resnet19", "timm has no model 'resnet19'; nearest: .*resnet18"),
+        ("torchvision:resnet19", "torchvision has no model 'resnet19'; nearest: .*resnet18"),
+        ("torchvision:resnet18.V9", "no weights 'V9'; it has IMAGENET1K_V1"),
+        ("timm:resnet18.v9", r"timm:resnet18.v9: .*tag"),
+        ("timm:", "timm has no model ''"),
+    ],
+)
+def test_unknown_names(name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        zoo.create_model(name)
+
+
+def test_an_option_that_the_host_lacks_is_named() -> None:
+    with pytest.raises(TypeError, match=r"timm:resnet18.*atention"):
+        zoo.create_model("timm:resnet18", atention=3)
+    with pytest.raises(TypeError, match=r"torchvision:resnet18.*atention"):
+        zoo.create_model("torchvision:resnet18", atention=3)
+
+
+@pytest.mark.parametrize("name", ["googlenet", "squeezenet1_0", "densenet121", "vgg11_bn"])
+def test_ends_of_torchvision_networks_are_found(name: str) -> None:
+    model: Any = zoo.create_model(f"torchvision:{name}", num_classes=3, in_chans=1)
+    head = model.get_submodule(model.classifier_name)
+    assert 3 in (getattr(head, "out_features", None), getattr(head, "out_channels", None))
+    assert model.eval()(torch.randn(1, 1, 64, 64)).shape == (1, 3)
+    assert set(hosts.HOSTS) == {"timm", "torchvision"}

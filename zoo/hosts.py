@@ -1,0 +1,226 @@
+"""Networks of timm and torchvision as models of the zoo: `timm:NAME`, `torchvision:NAME`.
+
+They are the libraries' own classes with their own state-dict keys, and bring a card.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+from torch import nn
+
+from zoo.card import ModelCard, Preprocessing, plain
+from zoo.sources import Source, WeightsError
+
+_UNTRAINED = Preprocessing(
+    mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225), interpolation="bilinear", crop_pct=0.875
+)  # of a torchvision network without weights
+
+
+@dataclass(frozen=True)
+class Host:
+    """A library's model: how to build it, what it expects, where its trained weights are.
+
+    Attributes:
+        build: Called with the options; returns the model with a card.
+        preprocessing: At its own size.
+        weights: Source of its trained weights; None where the library has none.
+    """
+
+    build: Callable[..., nn.Module]
+    preprocessing: Preprocessing
+    weights: str | None
+
+
+def find_host(prefix: str, name: str) -> Host:
+    """The model that `prefix:name` means.
+
+    Raises:
+        ValueError: the library has no model of that name; the nearest names are listed.
+    """
+    return HOSTS[prefix](name)
+
+
+def _timm(name: str) -> Host:
+    from timm import get_pretrained_cfg, is_model, list_models
+
+    if not is_model(name):
+        raise ValueError(_unknown("timm", name, list_models()))
+    try:
+        config = get_pretrained_cfg(name, allow_unregistered=False)
+    except RuntimeError as error:
+        raise ValueError(f"timm:{name}: {error}") from error
+    preprocessing = Preprocessing() if config is None else _as_preprocessing(config)
+
+    def build(
+        num_classes: int = 1000,
+        in_chans: int = 3,
+        img_size: int | tuple[int, int] | None = None,
+        **options: Any,
+    ) -> nn.Module:
+        from timm import create_model
+
+        given = dict(options)
+        if img_size is not None and config is not None and config.fixed_input_size:
+            given["img_size"] = img_size
+        try:
+            model = create_model(name, num_classes=num_classes, in_chans=in_chans, **given)
+        except TypeError as error:
+            raise TypeError(f"timm:{name}: {error}") from error
+        if config is not None and isinstance(config.first_conv, str):
+            model.first_conv = config.first_conv  # type: ignore[assignment]
+        sizes = {"num_classes": num_classes, "in_chans": in_chans, "img_size": img_size}
+        return _with_card(model, {**options, **sizes})
+
+    trained = config is not None and bool(config.has_weights)
+    return Host(build, preprocessing, f"timm:{name}" if trained else None)
+
+
+def _as_preprocessing(config: Any) -> Preprocessing:
+    return Preprocessing(
+        size=tuple(config.input_size[1:]),
+        mean=tuple(config.mean),
+        std=tuple(config.std),
+        interpolation=config.interpolation,
+        crop_pct=config.crop_pct,
+        crop_mode=config.crop_mode,
+    )
+
+
+def _torchvision(name: str) -> Host:
+    from torchvision.models import get_model_weights, list_models
+
+    model_name, _, _ = name.partition(".")
+    known = list_models(module=importlib.import_module("torchvision.models"))
+    if model_name not in known:
+        raise ValueError(_unknown("torchvision", model_name, known))
+    weights: Any = list(get_model_weights(model_name))
+    trained = _named_weights(name) if weights else None
+
+    def build(
+        num_classes: int = 1000,
+        in_chans: int = 3,
+        img_size: int | tuple[int, int] | None = None,
+        **options: Any,
+    ) -> nn.Module:
+        from torchvision.models import get_model
+
+        if model_name in ("googlenet", "inception_v3"):
+            options = {"init_weights": True, "aux_logits": False, **options}
+        given = dict(options)
+        if img_size is not None and model_name.startswith("vit_"):  # others take any size
+            given["image_size"] = img_size
+        try:
+            model = get_model(model_name, weights=None, num_classes=num_classes, **given)
+        except TypeError as error:
+            raise TypeError(f"torchvision:{name}: {error}") from error
+        _tell_ends(model)
+        if in_chans != 3:
+            _change_stem(model, in_chans)
+        sizes = {"num_classes": num_classes, "in_chans": in_chans, "img_size": img_size}
+        return _with_card(model, {**options, **sizes})
+
+    if trained is None:
+        return Host(build, _UNTRAINED, None)
+    return Host(build, _of_weights(trained), f"torchvision:{name}")
+
+
+def _named_weights(name: str) -> Any:
+    """torchvision's weights of `NAME` (its default) or `NAME.WEIGHTS`."""
+    from torchvision.models import get_model_weights
+
+    model_name, dot, tag = name.partition(".")
+    found: Any = get_model_weights(model_name)
+    if not dot:
+        return found.DEFAULT
+    if tag not in found.__members__:
+        raise ValueError(
+            f"torchvision:{model_name} has no weights {tag!r}; it has "
+            f"{', '.join(found.__members__)}"
+        )
+    return found[tag]
+
+
+def _of_weights(weights: Any) -> Preprocessing:
+    made = weights.transforms()
+    (crop,), (resize,) = made.crop_size, made.resize_size
+    return Preprocessing(
+        size=(crop, crop),
+        mean=tuple(made.mean),
+        std=tuple(made.std),
+        interpolation=made.interpolation.value,
+        crop_pct=crop / resize,
+    )
+
+
+def _tell_ends(model: nn.Module) -> None:
+    """Notes where images come in and classes go out, as timm's models do."""
+    convolutions = [name for name, m in model.named_modules() if isinstance(m, nn.Conv2d)]
+    outputs = [name for name, m in model.named_modules() if isinstance(m, (nn.Linear, nn.Conv2d))]
+    model.first_conv, model.classifier_name = convolutions[0], outputs[-1]
+
+
+def _change_stem(model: nn.Module, in_chans: int) -> None:
+    name = str(model.first_conv)
+    parent, _, child = name.rpartition(".")
+    old: Any = model.get_submodule(name)
+    new = nn.Conv2d(
+        in_chans,
+        old.out_channels,
+        old.kernel_size,
+        old.stride,
+        old.padding,
+        old.dilation,
+        bias=old.bias is not None,
+    )
+    nn.init.kaiming_normal_(new.weight, mode="fan_out", nonlinearity="relu")
+    if new.bias is not None:
+        nn.init.zeros_(new.bias)
+    setattr(model.get_submodule(parent), child, new)
+
+
+def _with_card(model: nn.Module, options: dict[str, Any]) -> nn.Module:
+    model.card = ModelCard(None, plain(options, "options"), Preprocessing())  # type: ignore[assignment]
+    return model
+
+
+def _unknown(library: str, name: str, known: list[str]) -> str:
+    near = get_close_matches(name.partition(".")[0], known, n=3)
+    nearest = f"; nearest: {', '.join(near)}" if near else ""
+    return f"{library} has no model {name!r}{nearest}"
+
+
+HOSTS: dict[str, Callable[[str], Host]] = {"timm": _timm, "torchvision": _torchvision}
+
+
+def read_timm(name: str) -> Source:
+    """The trained weights of a timm model, from its hub or cache."""
+    from timm import create_model
+
+    host = _timm(name)
+    try:
+        model = create_model(name, pretrained=True)
+    except Exception as error:
+        raise WeightsError(f"timm:{name} cannot be had: {type(error).__name__}: {error}") from error
+    return _source(f"timm:{name}", model.state_dict(), host)
+
+
+def read_torchvision(name: str) -> Source:
+    """The trained weights of a torchvision model, from its server or cache."""
+    host = _torchvision(name)
+    if host.weights is None:
+        raise WeightsError(f"torchvision has no weights for {name}")
+    try:
+        tensors = _named_weights(name).get_state_dict(progress=False, check_hash=True)
+    except OSError as error:
+        raise WeightsError(f"torchvision:{name} cannot be had: {error}") from error
+    return _source(f"torchvision:{name}", tensors, host)
+
+
+def _source(name: str, tensors: dict[str, torch.Tensor], host: Host) -> Source:
+    return Source(name, dict(tensors), ModelCard(None, {}, host.preprocessing, source=name))
