@@ -8,6 +8,13 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from vision.channel_attention import (
+    ChannelAttention,
+    create_channel_attention,
+    list_channel_attention,
+    register_channel_attention,
+)
+from vision.insertion import Insertion, insert, insertion_sites, remove_insertions
 from vision.resnet import ResNet
 from vision.vit import VisionTransformer
 
@@ -16,7 +23,22 @@ if TYPE_CHECKING:
     from vision.data import load_dataset, make_source
     from vision.images import decode
 
-__all__ = ["Augment", "ResNet", "VisionTransformer", "decode", "load_dataset", "make_source"]
+__all__ = [
+    "Augment",
+    "ChannelAttention",
+    "Insertion",
+    "ResNet",
+    "VisionTransformer",
+    "create_channel_attention",
+    "decode",
+    "insert",
+    "insertion_sites",
+    "list_channel_attention",
+    "load_dataset",
+    "make_source",
+    "register_channel_attention",
+    "remove_insertions",
+]
 
 _HOMES = {
     "Augment": "vision.augment",

@@ -36,6 +36,7 @@ class Slot(nn.Sequential):
         site: One of `SITES`, or the name of the module after whose output the slot stands.
     """
 
+    may_be_absent: ClassVar[bool] = True  # from weights of the host, as `zoo.merge` understands it
     _warned: ClassVar[list[str] | None] = None
 
     def __init__(self, site: str) -> None:

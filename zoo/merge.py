@@ -70,6 +70,7 @@ class Merge:
         self.stem = _key_of_stem(model)
         self.head = head_keys(model)
         self.untrained = self._of_another_kind()
+        self.added = self._added()
         self.matched = 0
         for key in self.state:
             self._decide(key)
@@ -86,6 +87,15 @@ class Merge:
             same = any(key in self.tensors for key in own)
         return set() if same else own
 
+    def _added(self) -> set[str]:
+        """Weights of modules that were put into the model, where the source has none of them."""
+        state, added = self.state, set()
+        for name, module in self.model.named_modules():
+            if getattr(module, "may_be_absent", False):
+                own = {key for key in state if key.startswith(f"{name}.")}
+                added |= own if not own & self.tensors.keys() else set()
+        return added
+
     def _decide(self, key: str) -> None:
         wanted, value = self.state[key], self.tensors.get(key)
         if value is None:
@@ -93,6 +103,8 @@ class Merge:
                 self.reinitialized[key] = "the source has no classifier"
             elif key in self.untrained:
                 self.reinitialized[key] = "the source has another kind of attention"
+            elif key in self.added:
+                self.reinitialized[key] = "the source has no such insertion"
             elif key.endswith(".num_batches_tracked"):  # torch takes such old files as well
                 self.reinitialized[key] = "the source does not count batches"
         elif key in self.grids and value.ndim == 3:

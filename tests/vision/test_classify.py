@@ -1,0 +1,97 @@
+"""What the recipes for image classifiers share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import vision
+import zoo
+from vision.classify import Classification, ImageOptions, smallest_batch
+from vision.evaluate import count
+from zoo.engine import BatchPlan, Mixing
+from zoo.preprocess import normalize
+
+
+def task(model: Any, options: ImageOptions | None = None, **mixing: float) -> Classification:
+    data = vision.load_dataset("digits")
+    mix = Mixing(10, **mixing, seed=3)
+    return Classification(model, data, options or ImageOptions(), mix, seed=3)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    torch.manual_seed(0)
+    return zoo.create_model("resnet_micro", num_classes=10, in_chans=1, img_size=8)
+
+
+def test_the_sources_are_the_data_sets_and_only_training_images_change(model):
+    found = task(model, ImageOptions(spatial="affine"))
+    assert (len(found.train), len(found.val)) == (1437, 360)
+    keys = [(0, 5), (1, 5)]
+    first, second = found.train.__getitems__(keys)["images"]
+    assert not torch.equal(first, second), "augmented anew in each epoch"
+    first, second = found.val.__getitems__(keys)["images"]
+    assert torch.equal(first, second)
+
+
+def test_batches_become_inputs_counts_and_mixed_targets(model):
+    found = task(model, mixup=0.4)
+    batch = found.val.__getitems__([(0, i) for i in range(6)])
+    images = normalize(batch["images"], model.card.preprocessing)
+    assert torch.equal(found.inputs(batch), images)
+    model.eval()
+    expected = count(model(images), batch["targets"])
+    for name, value in found.count(model, batch).items():
+        assert torch.equal(value, expected[name]), name
+    mixed = found.prepare({**batch, "epoch": 2, "index": 7})
+    by_hand = Mixing(10, mixup=0.4, seed=3)(images, batch["targets"], 2, 7)
+    assert torch.equal(mixed["images"], by_hand[0])
+    assert torch.equal(mixed["targets"], by_hand[1])
+    assert len(mixed["images"]) == 5, "the first is there to mix with"
+
+
+@pytest.mark.parametrize("field", ["label_smoothing", "drop_path_rate"])
+@pytest.mark.parametrize("value", [-0.1, 1.0])
+def test_shares_must_be_shares(field, value):
+    with pytest.raises(ValueError, match=field):
+        ImageOptions(**{field: value})
+
+
+def test_options_become_augmentation():
+    options = ImageOptions(spatial="crop", hflip=0.25, policy="randaugment")
+    assert options.augment == vision.Augment(spatial="crop", hflip=0.25, policy="randaugment")
+    with pytest.raises(ValueError, match="spatial"):
+        _ = ImageOptions(spatial="sideways").augment  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("n", [1, 2, 7, 64, 65, 129, 1437])
+@pytest.mark.parametrize("batch_size", [1, 3, 64])
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_the_smallest_batch_is_that_of_the_plan(n, batch_size, world, accumulation):
+    sizes = [
+        len(micro.ids)
+        for rank in range(world)
+        for window in BatchPlan(n, batch_size, accumulation, world, rank).windows(0)
+        for micro in window
+    ]
+    assert smallest_batch(n, batch_size, world) == min(sizes)
+
+
+def test_a_last_batch_of_one_is_refused_before_training(model):
+    """Case C5: 1437 = 4 * 359 + 1, and maps of 2x2 of an 8x8 image; 1x1 of a 4x4 one."""
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    task(model).check_smallest_batch(model, 359)
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    tiny = zoo.create_model("resnet_micro", num_classes=10, in_chans=1, img_size=4)
+    found = task(tiny)
+    found.check_smallest_batch(tiny, 64)
+    with pytest.raises(ValueError, match=r"batch_size 359 on 1 process.*1437.*take batch_size 360"):
+        found.check_smallest_batch(tiny, 359)
+    with pytest.raises(ValueError, match=r"batch_size 1 on 1.*take batch_size 3"):
+        found.check_smallest_batch(tiny, 1)
+    with pytest.raises(ValueError, match="on 2 process"):
+        found.check_smallest_batch(tiny, 718, processes=2)

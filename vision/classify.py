@@ -1,0 +1,129 @@
+"""What the training of an image classifier needs besides its model and its loss.
+
+Shapes: b batch, c y x channels, rows and columns.
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from vision.augment import Augment
+from vision.data import ImageDataset, make_source
+from vision.evaluate import count
+from zoo.preprocess import normalize
+
+
+@dataclass(frozen=True)
+class ImageOptions:
+    """Flags that the recipes for image classifiers share: what is done to images and targets."""
+
+    img_size: int | tuple[int, int] | None = None
+    """Rows and columns, or one number for both; the model's own by default."""
+    drop_path_rate: float = 0.0
+    """Stochastic depth, rising linearly to this at the last block."""
+    label_smoothing: float = 0.1
+    """Share of each target spread over all classes."""
+    mixup: float = 0.2
+    """alpha of mixup; 0 turns it off."""
+    cutmix: float = 0.0
+    """alpha of CutMix; 0 turns it off."""
+    spatial: Literal["auto", "none", "affine", "crop"] = "auto"
+    """auto: affine for data in memory, random resized crops otherwise."""
+    hflip: float | None = None
+    """Chance of a horizontal flip; by default the data set's (digits and emoji 0, folders 0.5)."""
+    policy: Literal["none", "randaugment", "trivialaugment"] = "none"
+    """Automatic augmentation per image, by torchvision."""
+    bad_images: Literal["stop", "skip"] = "stop"
+    """Unreadable files: stop and name them, or skip and count them."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.label_smoothing < 1 or not 0 <= self.drop_path_rate < 1:
+            raise ValueError(
+                f"label_smoothing ({self.label_smoothing}) and drop_path_rate "
+                f"({self.drop_path_rate}) must lie in [0, 1)"
+            )
+
+    @property
+    def augment(self) -> Augment:
+        return Augment(spatial=self.spatial, hflip=self.hflip, policy=self.policy)
+
+
+class Mix(Protocol):
+    """Mixes images and their targets, keyed by epoch and batch, as `zoo.engine.Mixing` does."""
+
+    def __call__(
+        self, images: Tensor, targets: Tensor, epoch: int, index: int
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+class Classification:
+    """A data set as one model takes it: sources of batches, and what is done to a batch.
+
+    Args:
+        model: Has a card, which says how images become inputs.
+        data: The images.
+        options: What is done to them in training.
+        mix: Mixes each training batch.
+        seed: Keys augmentation, with epoch and sample.
+
+    Attributes:
+        train, val: Sources for a loader.
+    """
+
+    def __init__(
+        self, model: Any, data: ImageDataset, options: ImageOptions, mix: Mix, seed: int
+    ) -> None:
+        self.preprocessing, self.mix = model.card.preprocessing, mix
+        self.train = make_source(
+            data.train, self.preprocessing, train=True, augment=options.augment, seed=seed
+        )
+        self.val = make_source(data.val, self.preprocessing, train=False, augment=None, seed=seed)
+
+    def inputs(self, batch: dict[str, Any]) -> Tensor:
+        """Pixels of a batch -> what the model takes (b c y x)."""
+        return normalize(batch["images"], self.preprocessing)
+
+    def prepare(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """A training batch -> its inputs and targets, mixed."""
+        images, targets = self.mix(
+            self.inputs(batch), batch["targets"], batch["epoch"], batch["index"]
+        )
+        return {"images": images, "targets": targets}
+
+    def count(self, model: nn.Module, batch: dict[str, Any]) -> dict[str, Tensor]:
+        """Sums over a validation batch, see `vision.evaluate.count`."""
+        return count(model(self.inputs(batch)), batch["targets"])
+
+    def check_smallest_batch(self, model: nn.Module, batch_size: int, processes: int = 1) -> None:
+        """Tries one image where a batch of an epoch has no more, before an epoch gets there.
+
+        Raises:
+            ValueError: The model cannot train on one, as with BatchNorm over maps of 1x1.
+        """
+        n = len(self.train)
+        if smallest_batch(n, batch_size, processes) > 1:
+            return
+        image = torch.zeros(1, self.preprocessing.in_chans, *self.preprocessing.size)
+        try:
+            with torch.random.fork_rng(devices=[]), torch.no_grad():
+                deepcopy(model).train()(image)
+        except ValueError as error:
+            sizes = range(max(2, batch_size), batch_size + n + 1)
+            fitting = [size for size in sizes if smallest_batch(n, size, processes) > 1]
+            hint = f"; take batch_size {fitting[0]}" if fitting else ""
+            raise ValueError(
+                f"batch_size {batch_size} on {processes} process(es) leaves a batch with one of "
+                f"the {n} training images, on which this model cannot train{hint}: {error}"
+            ) from error
+
+
+def smallest_batch(num_samples: int, batch_size: int, processes: int = 1) -> int:
+    """Images of the smallest batch that a process gets in an epoch, as `BatchPlan` divides them."""
+    together = batch_size * processes
+    rest = num_samples % together or together
+    return max(1, rest // processes)
