@@ -5,9 +5,9 @@ Command:
     python recipes/ablate_attention.py --out ablations/attention --plan
 
 Trains every variant with every seed (`recipes/train_vit.py`, two at a time on one thread each) and
-writes results.jsonl, table.csv, table.md and effects.png. `identity` (no token sees another) and
-`mean` (average pooling) are always among the kinds: attention is worth its price where it beats
-them. Interrupted, the same command goes on.
+writes results.jsonl, table.csv, table.md, effects.png and report.html. `identity` (no token sees
+another) and `mean` (average pooling) are always among the kinds: attention is worth its price where
+it beats them. Interrupted, the same command goes on.
 
 Expected: see README. 12 minutes on 2 busy cores of an Intel Xeon for 7 kinds and 5 seeds.
 """
@@ -28,10 +28,21 @@ import tyro
 
 import vision
 import zoo
-from zoo.ablation import Plan, Report, Variant, describe, report, run_cells
-from zoo.diagnostics.cost import count_flops, in_turn, saved_bytes
+from zoo.ablation import (
+    Plan,
+    Report,
+    Variant,
+    describe,
+    report,
+    run_cells,
+    seconds_of_cell,
+    split_commas,
+)
+from zoo.diagnostics.cost import count_flops, in_turn, peak_bytes
 
 BASELINES = ("mean", "identity")
+LISTS = ("kinds", "positions", "heads")  # flags that take a,b as well as a b
+QUESTION = "Which attention, and is it worth it?"
 
 
 @dataclass(frozen=True)
@@ -59,13 +70,17 @@ class Config:
     batch_size: int = 64
     """Images per step."""
     workers: int = 2
-    """Cells trained at once, on one thread each."""
+    """Cells trained at once."""
+    threads: int = 1
+    """CPU threads of each."""
     plan: bool = False
     """Prints what would be run, and what it could show, and stops."""
 
 
 def main(config: Config) -> Report | None:
-    variants, models = build(config)
+    torch.set_num_threads(config.threads)
+    data = vision.load_dataset(config.data)
+    variants, models = build(config, data)
     plan = Plan(
         recipe=Path(__file__).with_name("train_vit.py"),
         variants=[Variant(name, flags) for name, flags in variants.items()],
@@ -74,19 +89,21 @@ def main(config: Config) -> Report | None:
             name: getattr(config, name) for name in ("model", "data", "epochs", "lr", "batch_size")
         },
         baselines=[name for name, flags in variants.items() if flags["attention"] in BASELINES],
+        question=QUESTION,
     )
-    print(describe(plan, config.out, workers=config.workers))
+    steps = config.epochs * (len(data.train) + len(data.val) / 3) / config.batch_size
+    step = training_step(models[plan.names[0]], config.batch_size)
+    print(describe(plan, config.out, config.workers, lambda: seconds_of_cell(step, steps)))
     if config.plan:
         return None
-    run_cells(plan, config.out, workers=config.workers)
+    run_cells(plan, config.out, workers=config.workers, threads=config.threads)
     done = report(plan, config.out, extra=costs(models))
     print((Path(config.out) / "table.md").read_text())
     return done
 
 
-def build(config: Config) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
+def build(config: Config, data: Any) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
     """The flags and a model of each variant; combinations that cannot be are left out, and said."""
-    data = vision.load_dataset(config.data)
     kinds = dict.fromkeys([*config.kinds, *BASELINES])
     variants, models = {}, {}
     for kind, position, heads in product(kinds, config.positions, config.heads or (None,)):
@@ -121,29 +138,30 @@ def build(config: Config) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
 
 def costs(models: dict[str, Any], batch: int = 64) -> dict[str, dict[str, object]]:
     """Parameters, operations, memory and speed of each variant's training step, timed in turn."""
-    inputs = {
-        name: torch.randn(batch, model.card.preprocessing.in_chans, *model.card.preprocessing.size)
-        for name, model in models.items()
-    }
-    steps: dict[str, Callable[[], object]] = {
-        name: training_step(model, inputs[name]) for name, model in models.items()
-    }
+    steps = {name: training_step(model, batch) for name, model in models.items()}
     times = in_turn(steps)
     return {
         name: {
             "parameters": sum(p.numel() for p in model.parameters()),
-            "MFLOPs an image": round(count_flops(model, inputs[name]) / batch / 1e6, 2),
-            "MiB kept for backward": round(saved_bytes(model, inputs[name]) / 2**20, 1),
+            "MFLOPs an image": round(
+                count_flops(model, random_images(model, batch)) / batch / 1e6, 2
+            ),
+            "peak MiB in training": round(peak_bytes(steps[name]) / 2**20, 1),
             "images/s in training": round(batch / median(times[name])),
         }
         for name, model in models.items()
     }
 
 
-def training_step(model: Any, images: torch.Tensor) -> Callable[[], None]:
-    targets = torch.zeros(len(images), dtype=torch.long)
+def training_step(model: Any, batch: int) -> Callable[[], None]:
+    images, targets = random_images(model, batch), torch.zeros(batch, dtype=torch.long)
     return lambda: F.cross_entropy(model(images), targets).backward()
 
 
+def random_images(model: Any, batch: int) -> torch.Tensor:
+    preprocessing = model.card.preprocessing
+    return torch.randn(batch, preprocessing.in_chans, *preprocessing.size)
+
+
 if __name__ == "__main__":
-    main(tyro.cli(Config))
+    main(tyro.cli(Config, args=split_commas(sys.argv[1:], LISTS)))

@@ -19,19 +19,17 @@ from torch import Tensor, nn
 
 import vision
 import zoo
-from vision.evaluate import count, metrics
+from vision.classify import Classification, ImageOptions
+from vision.evaluate import metrics
 from zoo import engine
-from zoo.preprocess import normalize
 
 
 @dataclass(frozen=True)
-class Config(engine.TrainOptions):
+class Config(ImageOptions, engine.TrainOptions):
     """Trains a Vision Transformer and writes a run folder."""
 
     epochs: int = 100
     lr: float = 2e-3
-    img_size: int | tuple[int, int] | None = None
-    """Rows and columns, or one number for both; the model's own by default."""
     attention: str | None = None
     """Attention kind, see `zoo.layers.list_attention()`; the model's own by default."""
     attention_options: dict[str, int | float | str] | None = None
@@ -43,32 +41,12 @@ class Config(engine.TrainOptions):
     head_dim: int | None = None
     """Width of a head; the model's width over the number of heads by default."""
     temperature: str = "1"
-    """Divides attention scores: a number, START:END over the run (2:0.5), or learned (by head). With
-    START:END, checkpoints/best.pt was measured at its own epoch's; model/ computes with END."""
-    drop_path_rate: float = 0.0
-    """Stochastic depth, rising linearly to this at the last block."""
-    label_smoothing: float = 0.1
-    """Share of each target spread over all classes."""
-    mixup: float = 0.2
-    """alpha of mixup; 0 turns it off."""
-    cutmix: float = 0.0
-    """alpha of CutMix; 0 turns it off."""
-    spatial: Literal["auto", "none", "affine", "crop"] = "auto"
-    """auto: affine for data in memory, random resized crops otherwise."""
-    hflip: float | None = None
-    """Chance of a horizontal flip; by default the data set's (digits and emoji 0, folders 0.5)."""
-    policy: Literal["none", "randaugment", "trivialaugment"] = "none"
-    """Automatic augmentation per image, by torchvision."""
-    bad_images: Literal["stop", "skip"] = "stop"
-    """Unreadable files: stop and name them, or skip and count them."""
+    """Divides attention scores: a number, START:END over the run (2:0.5), or learned (by head).
+    With START:END, checkpoints/best.pt was measured at its own epoch's; model/ has END's."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.label_smoothing < 1 or not 0 <= self.drop_path_rate < 1:
-            raise ValueError(
-                f"label_smoothing ({self.label_smoothing}) and drop_path_rate "
-                f"({self.drop_path_rate}) must lie in [0, 1)"
-            )
+        engine.TrainOptions.__post_init__(self)
+        ImageOptions.__post_init__(self)
         if self.compile and ":" in self.temperature:
             raise ValueError(
                 f"temperature {self.temperature!r} changes in each update, for which compile would "
@@ -93,31 +71,18 @@ def main(config: Config) -> None:
         drop_path_rate=config.drop_path_rate,
         **{name: value for name, value in own.items() if value is not None},
     )
-    preprocessing = model.card.preprocessing
-    augment = vision.Augment(spatial=config.spatial, hflip=config.hflip, policy=config.policy)
-    train = vision.make_source(
-        data.train, preprocessing, train=True, augment=augment, seed=config.seed
-    )
-    val = vision.make_source(data.val, preprocessing, train=False, augment=None, seed=config.seed)
-    val_loader = engine.evaluation_loader(
-        run.accelerator, val, 2 * config.batch_size, config.workers
-    )
     mix = engine.Mixing(model.num_classes, config.mixup, config.cutmix, config.seed)
-
-    def prepare_fn(batch: dict[str, Any]) -> dict[str, Any]:
-        images = normalize(batch["images"], preprocessing)
-        images, targets = mix(images, batch["targets"], batch["epoch"], batch["index"])
-        return {"images": images, "targets": targets}
+    task = Classification(model, data, config, mix, config.seed)
+    val_loader = engine.evaluation_loader(
+        run.accelerator, task.val, 2 * config.batch_size, config.workers
+    )
 
     def step_fn(model: nn.Module, batch: dict[str, Any]) -> Tensor:
         logits = model(batch["images"])
         return F.cross_entropy(logits, batch["targets"], label_smoothing=config.label_smoothing)
 
-    def count_fn(model: nn.Module, batch: dict[str, Any]) -> dict[str, Tensor]:
-        return count(model(normalize(batch["images"], preprocessing)), batch["targets"])
-
     def evaluate_fn(model: nn.Module) -> dict[str, float] | None:
-        sums = engine.evaluate(run.accelerator, model, val_loader, count_fn, run.stopping)
+        sums = engine.evaluate(run.accelerator, model, val_loader, task.count, run.stopping)
         return None if sums is None else metrics(sums)
 
     run.notes["images"] = data.report
@@ -125,9 +90,9 @@ def main(config: Config) -> None:
         run,
         model,
         step_fn,
-        train,
+        task.train,
         evaluate_fn,
-        prepare_fn=prepare_fn,
+        prepare_fn=task.prepare,
         schedule_fn=schedule_fn,
         lead=mix.active,
     )

@@ -37,7 +37,7 @@ def test_kinds_and_heads_are_compared_with_the_baselines(tmp_path):
     with (out / "table.csv").open() as file:
         table = list(csv.DictReader(file))
     assert len(table) == 6
-    for column in ("parameters", "MFLOPs an image", "MiB kept for backward"):
+    for column in ("parameters", "MFLOPs an image", "peak MiB in training"):
         assert all(float(row[column]) > 0 for row in table)
     assert (out / "effects.png").stat().st_size > 10_000
     times = {path: path.stat().st_mtime for path in out.glob("cells/*/*/summary.json")}

@@ -64,7 +64,9 @@ def run_cells(
     with _alone(out):
         keep_plan(plan, out)
         runner = _Runner(plan, out, workers, threads)
+        started = time.monotonic()
         runner.run()
+        runner.say_time(time.monotonic() - started)
         rows = write_results(plan, out)
     if runner.stop_signal:
         print(f"stopped; continue with:\n  {shlex.join(sys.orig_argv)}", flush=True)
@@ -102,6 +104,7 @@ class _Runner:
         self.plan, self.out, self.workers, self.threads = plan, out, workers, threads
         self.total = len(plan.variants) * len(plan.seeds)
         self.waiting = deque(cell for cell in cells_of(plan, out) if cell.summary() is None)
+        self.trained = 0
         self.running: list[tuple[Cell, subprocess.Popen[bytes], float]] = []
         self.failed: list[tuple[Cell, int]] = []
         self.stop_signal, self.passed_on = 0, False
@@ -120,6 +123,15 @@ class _Runner:
                 for _, process, _ in self.running:
                     process.kill()
                     process.wait()
+
+    def say_time(self, seconds: float) -> None:
+        """What to compare with the same grid under other numbers of workers and threads."""
+        if self.trained:
+            print(
+                f"{self.trained} cells in {timedelta(seconds=round(seconds))}, {self.workers} at "
+                f"once, threads each: {self.threads}",
+                flush=True,
+            )
 
     def _fill(self) -> None:
         while self.waiting and len(self.running) < self.workers:
@@ -146,6 +158,7 @@ class _Runner:
                 seconds = time.monotonic() - started
                 self._say(f"{cell.name}: {self.plan.metric} {value}, {seconds:.0f} s")
                 self.bar.update()
+                self.trained += 1
             elif not self.stop_signal:
                 self.failed.append((cell, process.returncode))
                 self._say(f"{cell.name}: FAILED ({_ending(process.returncode)}), see {cell.log}")
@@ -205,7 +218,7 @@ class _Runner:
 def _start(plan: Plan, cell: Cell, threads: int) -> subprocess.Popen[bytes]:
     """Starts a cell; its output goes to the end of its log."""
     cell.log.parent.mkdir(parents=True, exist_ok=True)
-    command = _command(plan, cell)
+    command = cell_command(plan, cell)
     follow = [sys.executable, "-I", "-S", "-c", FOLLOW, str(os.getpid())]
     with cell.log.open("a", encoding="utf-8") as log:
         log.write(f"$ {shlex.join(command)}\n")
@@ -220,7 +233,8 @@ def _start(plan: Plan, cell: Cell, threads: int) -> subprocess.Popen[bytes]:
         )
 
 
-def _command(plan: Plan, cell: Cell) -> list[str]:
+def cell_command(plan: Plan, cell: Cell) -> list[str]:
+    """The words that train a cell; given again, they continue it."""
     flags = flag_words({**plan.flags, **cell.variant.flags})
     own = ["--out", str(cell.folder), "--resume", "auto", "--seed", str(cell.seed)]
     return [sys.executable, str(plan.recipe), *flags, *own]

@@ -1,14 +1,16 @@
-"""effects.png: paired differences to a baseline as a forest plot."""
+"""effects.png: paired differences to baselines as forest plots."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from zoo.ablation.analysis import Report
 from zoo.ablation.plan import Plan
 from zoo.ablation.stats import Comparison
+from zoo.ablation.tables import difference
 from zoo.engine.checkpoint import write_atomically
 
 # Verdict -> colour (Okabe and Ito's, told apart by the colour-blind), marker, word.
@@ -19,22 +21,8 @@ STYLES = {
 }
 
 
-def forest_plot(
-    comparisons: list[Comparison],
-    path: Path,
-    *,
-    title: str,
-    plan: Plan,
-    numbers: Callable[[Comparison], str],
-) -> None:
-    """Draws one row for each comparison that has a difference.
-
-    Args:
-        comparisons: All with one baseline.
-        path: The PNG.
-        title: Above it.
-        plan: Names the metric and the direction that is better.
-        numbers: What is written at the end of a row.
+def forest_plot(plan: Plan, found: Report, baselines: Sequence[str], path: Path) -> None:
+    """Draws a panel for each baseline, and in it a row for each comparison with a difference.
 
     Raises:
         ImportError: matplotlib is missing.
@@ -45,16 +33,34 @@ def forest_plot(
         raise ImportError(
             f"{path.name} needs matplotlib: pip install 'attention-zoo[plots]'"
         ) from error
-    drawn = [each for each in comparisons if each.difference is not None]
-    figure = Figure(figsize=(9, 1.9 + 0.5 * max(1, len(drawn))), layout="constrained")
-    axes = figure.add_subplot()
+    panels = [
+        [each for each in found.comparisons[name] if each.difference is not None]
+        for name in baselines
+    ]
+    rows = [max(1, len(drawn)) for drawn in panels]
+    height = 1.4 + 0.5 * len(panels) + 0.5 * sum(rows)
+    figure = Figure(figsize=(9, height), layout="constrained")
+    grid = figure.subplots(len(panels), squeeze=False, sharex=True, height_ratios=rows)[:, 0]
+    for axes, name, drawn in zip(grid, baselines, panels, strict=True):
+        _panel(axes, drawn, found.decimals)
+        axes.set_xlabel(_direction(plan, name))
+        axes.tick_params(labelbottom=True)
+    to = baselines[0] if len(panels) == 1 else " and to ".join(baselines)
+    figure.suptitle(f"Difference in {plan.metric} to {to}\n{found.setting}", fontsize=11, wrap=True)
+    _legend(figure, [each for drawn in panels for each in drawn])
+    write_atomically(path, lambda file: figure.savefig(file, format="png", dpi=150))
+
+
+def _panel(axes: Any, drawn: list[Comparison], digits: int) -> None:
     axes.axvline(0, color="black", linewidth=1, zorder=1)
     for y, comparison in enumerate(drawn):
         _row(axes, y, comparison)
-    _label(axes, drawn, plan, numbers)
-    figure.suptitle(title, fontsize=11, wrap=True)
-    _legend(figure, drawn)
-    write_atomically(path, lambda file: figure.savefig(file, format="png", dpi=150))
+    _label(axes, drawn, digits)
+
+
+def _direction(plan: Plan, baseline: str) -> str:
+    ends = ("worse", "better") if plan.higher_is_better else ("better", "worse")
+    return f"← {ends[0]}    {plan.metric}, variant minus {baseline}    {ends[1]} →"
 
 
 def _style(comparison: Comparison) -> tuple[str, str, str]:
@@ -72,16 +78,14 @@ def _row(axes: Any, y: int, comparison: Comparison) -> None:
     axes.scatter([comparison.difference], [y], s=55, color=colour, marker=marker, zorder=3)
 
 
-def _label(
-    axes: Any, drawn: list[Comparison], plan: Plan, numbers: Callable[[Comparison], str]
-) -> None:
+def _label(axes: Any, drawn: list[Comparison], digits: int) -> None:
     """Names on the left, numbers on the right, first variant on top."""
     rows = range(len(drawn))
     names = [textwrap.fill(each.variant, 36) for each in drawn]
     axes.set_yticks(rows, names)
-    axes.set_ylim(len(drawn) - 0.5, -0.5)
+    axes.set_ylim(max(1, len(drawn)) - 0.5, -0.5)
     right = axes.secondary_yaxis("right")
-    right.set_yticks(rows, [numbers(each) for each in drawn])
+    right.set_yticks(rows, [difference(each, digits) for each in drawn])
     for side in (axes, right):
         side.tick_params(axis="y", length=0)
     for edge in ("left", "right", "top"):
@@ -89,10 +93,6 @@ def _label(
     right.spines["right"].set_visible(False)
     axes.grid(axis="x", color="0.9", linewidth=0.8)
     axes.set_axisbelow(True)
-    ends = ("worse", "better") if plan.higher_is_better else ("better", "worse")
-    axes.set_xlabel(
-        f"← {ends[0]}    {plan.metric}, variant minus {plan.baselines[0]}    {ends[1]} →"
-    )
 
 
 def _legend(figure: Any, drawn: list[Comparison]) -> None:

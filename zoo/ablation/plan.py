@@ -21,10 +21,13 @@ class Variant:
     Attributes:
         name: As tables and figures show it.
         flags: Flags of the recipe that make it, see `flag_words`; they win over the plan's.
+        baselines: Baseline of the plan -> the variant that stands for it here, where each variant
+            has one of its own: `{"constant": "constant@pre"}`.
     """
 
     name: str
     flags: Mapping[str, object] = field(default_factory=dict)
+    baselines: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def folder(self) -> str:
@@ -41,9 +44,11 @@ class Plan:
         variants: What is compared, baselines included.
         seeds: Of every variant, so that differences can be taken seed by seed.
         flags: Flags of the recipe that all cells share.
-        baselines: Names of the variants that the others are compared with.
+        baselines: What the variants are compared with: names of variants, or names for which
+            variants have one of their own.
         metric: Name of the number in the `metrics` of summary.json.
         higher_is_better: Whether a higher value of it is better.
+        question: What the report is to answer; its title.
     """
 
     recipe: str | Path
@@ -53,6 +58,7 @@ class Plan:
     baselines: Sequence[str] = ()
     metric: str = "val/top1"
     higher_is_better: bool = True
+    question: str = ""
 
     def __post_init__(self) -> None:
         names = self.names
@@ -64,18 +70,27 @@ class Plan:
                 f"variants ({len(names)}) must be at least 2, a baseline and another, and seeds "
                 f"({list(self.seeds)}) at least one, none negative"
             )
-        unknown = [name for name in self.baselines if name not in names]
-        if unknown or not self.baselines:
-            raise ValueError(
-                f"baselines ({', '.join(unknown) or 'none'}) must be among the variants: "
-                f"{', '.join(names)}"
-            )
+        _check_baselines(self)
         for flags in (self.flags, *(variant.flags for variant in self.variants)):
             _check_flags(flags)
 
     @property
     def names(self) -> list[str]:
         return [variant.name for variant in self.variants]
+
+    def pairs(self) -> dict[str, list[tuple[str, str]]]:
+        """Baseline -> the variants compared with it, each with the variant that stands for it."""
+        names = self.names
+        found = {}
+        for baseline in self.baselines:
+            each = [(one.name, one.baselines.get(baseline, baseline)) for one in self.variants]
+            found[baseline] = [(name, own) for name, own in each if own in names and own != name]
+        return found
+
+    @property
+    def comparisons(self) -> int:
+        """How many differences are tested; a pair and its mirror image are one."""
+        return len({frozenset(pair) for pairs in self.pairs().values() for pair in pairs})
 
     def to_json(self) -> dict[str, Any]:
         """As plan.json holds it."""
@@ -145,6 +160,24 @@ def flag_words(flags: Mapping[str, object]) -> list[str]:
     return words
 
 
+def split_commas(words: Sequence[str], flags: Sequence[str]) -> list[str]:
+    """Makes several words of `a,b` where it is a value of one of the flags.
+
+    >>> split_commas(["--kinds", "se,eca", "cbam", "--data", "folder:a,b"], ["kinds"])
+    ['--kinds', 'se', 'eca', 'cbam', '--data', 'folder:a,b']
+    """
+    spread: list[str] = []
+    inside = False
+    for word in words:
+        if word.startswith("--"):
+            flag, equals, value = word.partition("=")
+            inside = flag[2:].replace("-", "_") in flags
+            spread += [flag, *filter(None, value.split(","))] if inside and equals else [word]
+        else:
+            spread += filter(None, word.split(",")) if inside else [word]
+    return spread
+
+
 def keep_plan(plan: Plan, out: Path) -> None:
     """Writes OUT/plan.json, after checking that it continues the plan that is there.
 
@@ -200,6 +233,23 @@ def _check_unique(what: str, items: list[Any]) -> None:
     twice = sorted({item for item in items if items.count(item) > 1})
     if twice:
         raise ValueError(f"{what} must be unique; given twice: {', '.join(map(str, twice))}")
+
+
+def _check_baselines(plan: Plan) -> None:
+    known = {*plan.names, *(name for each in plan.variants for name in each.baselines)}
+    unknown = [name for name in plan.baselines if name not in known]
+    if unknown or not plan.baselines:
+        raise ValueError(
+            f"baselines ({', '.join(unknown) or 'none'}) must be among the variants: "
+            f"{', '.join(plan.names)}"
+        )
+    for variant in plan.variants:
+        for baseline, own in variant.baselines.items():
+            if baseline not in plan.baselines or own not in plan.names:
+                raise ValueError(
+                    f"variant {variant.name!r} has {own!r} for the baseline {baseline!r}: that "
+                    f"must be one of {', '.join(plan.baselines)}, and {own!r} a variant"
+                )
 
 
 def _check_folders(variants: Sequence[Variant]) -> None:

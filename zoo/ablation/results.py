@@ -9,8 +9,10 @@ from typing import Any
 
 from zoo.ablation.plan import Cell, Plan, cells_of
 from zoo.engine.checkpoint import write_atomically
+from zoo.engine.tracking import read_rows
 
 Values = dict[str, dict[int, float]]  # variant -> seed -> metric
+Curve = list[tuple[float, float]]  # epoch, metric
 
 
 def collect(plan: Plan, out: str | Path) -> list[dict[str, Any]]:
@@ -56,6 +58,31 @@ def metric_values(plan: Plan, rows: list[dict[str, Any]]) -> Values:
             )
         values[row["variant"]][row["seed"]] = float(value)
     return values
+
+
+def learning_curves(plan: Plan, out: str | Path) -> dict[str, dict[int, Curve]]:
+    """Variant -> seed -> (epoch, metric) of each evaluation, from the cells' metrics.jsonl."""
+    curves: dict[str, dict[int, Curve]] = {name: {} for name in plan.names}
+    for cell in cells_of(plan, Path(out)):
+        rows = [row for row in read_rows(cell.folder / "metrics.jsonl") if plan.metric in row]
+        points = [(float(row["epoch"]), row[plan.metric]) for row in rows]
+        finite = [(x, float(y)) for x, y in points if y is not None and math.isfinite(y)]
+        if finite:
+            curves[cell.variant.name][cell.seed] = finite
+    return curves
+
+
+def environments(plan: Plan, out: str | Path) -> dict[str, list[str]]:
+    """What the cells' config.json say of versions, commit and hardware; all values that occur."""
+    found: dict[str, dict[str, None]] = {}
+    for cell in cells_of(plan, Path(out)):
+        path = cell.folder / "config.json"
+        config = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        facts = {**config.get("versions", {}), **config.get("hardware", {})}
+        facts |= {"commit": config["commit"]} if config.get("commit") else {}
+        for name, value in facts.items():
+            found.setdefault(name, {})[str(value)] = None
+    return {name: list(values) for name, values in found.items()}
 
 
 def seconds_left(plan: Plan, rows: list[dict[str, Any]]) -> float | None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 LEVEL = 0.95
 ROUNDING = 1e-9  # relative to the values; what differs by less is equal
 Interval = tuple[float | None, float | None]
+Pair = tuple[str, str]  # variant, baseline
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Comparison:
         difference: Their mean.
         low, high: Its 95 % t-interval, for this comparison alone.
         p: Of the paired t-test.
-        p_holm: The same, corrected for all variants compared with this baseline.
+        p_holm: The same, corrected for all comparisons made together.
         verdict: better, worse, or that nothing is shown; by `p_holm`.
     """
 
@@ -82,20 +83,30 @@ def compare(
     alpha: float = 0.05,
     higher_is_better: bool = True,
 ) -> list[Comparison]:
-    """Compares every other variant with the baseline, seed by seed.
+    """Compares every other variant with one baseline; see `compare_pairs`."""
+    pairs = [(name, baseline) for name in values if name != baseline]
+    return compare_pairs(values, pairs, alpha=alpha, higher_is_better=higher_is_better)
+
+
+def compare_pairs(
+    values: Mapping[str, Mapping[int, float]],
+    pairs: Sequence[Pair],
+    *,
+    alpha: float = 0.05,
+    higher_is_better: bool = True,
+) -> list[Comparison]:
+    """Compares variants with their baselines, seed by seed, all of them as one family.
 
     Args:
         values: Variant -> seed -> value.
-        baseline: One of the variants.
+        pairs: A variant and a baseline each. A pair and its mirror image count once.
         alpha: Chance of any false claim in the list returned, at most.
         higher_is_better: Which sign of a difference is `better`.
     """
-    found = [_pair(name, values[name], baseline, values[baseline]) for name in values]
-    found = [comparison for comparison in found if comparison.variant != baseline]
-    tested = [comparison for comparison in found if comparison.p is not None]
-    corrected = holm([comparison.p for comparison in tested if comparison.p is not None])
-    p_holm = dict(zip((comparison.variant for comparison in tested), corrected, strict=True))
-    found = [replace(each, p_holm=p_holm.get(each.variant)) for each in found]
+    found = [_pair(name, values[name], base, values[base]) for name, base in pairs]
+    tested = {frozenset((c.variant, c.baseline)): c.p for c in found if c.p is not None}
+    p_holm = dict(zip(tested, holm(list(tested.values())), strict=True))
+    found = [replace(c, p_holm=p_holm.get(frozenset((c.variant, c.baseline)))) for c in found]
     return [replace(each, verdict=_verdict(each, alpha, higher_is_better)) for each in found]
 
 
@@ -166,8 +177,8 @@ def smallest_difference(sd: float, n: int, alpha: float = 0.05, power: float = 0
     Args:
         sd: Standard deviation of the paired differences.
         n: Pairs.
-        alpha: Two-sided level; divided by the number of variants compared, it is on the safe side
-            of Holm's correction.
+        alpha: Two-sided level; divided by the number of comparisons, it is on the safe side of
+            Holm's correction.
         power: Chance that the difference is shown.
     """
     from scipy import optimize

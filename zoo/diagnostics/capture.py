@@ -1,4 +1,4 @@
-"""Records the attention weights of a model's layers, without changing its outputs.
+"""Records what passes a model's taps, such as attention weights, without changing its outputs.
 
 Shapes: b batch, h heads, i/j query/key positions.
 """
@@ -20,6 +20,10 @@ Records = dict[str, list[Tensor]]
 _WRAPPERS = {"module", "_orig_mod"}  # parallel and compiled models
 
 
+class NothingCapturedError(RuntimeError):
+    """No layer that was to be recorded ran, or none showed anything."""
+
+
 @contextmanager
 def capture_attention(
     model: nn.Module,
@@ -39,51 +43,66 @@ def capture_attention(
         samples: Keeps only the first samples of each batch; by default all.
         max_bytes: Bound on the memory of all records.
     """
+    with capture(model, "attention", layers, samples, max_bytes) as records:
+        yield records
+
+
+@contextmanager
+def capture(
+    model: nn.Module, kind: str, layers: str | Sequence[str], samples: int | None, max_bytes: int
+) -> Iterator[Records]:
+    """Records what passes the taps of one kind: by layer, one fp32 CPU tensor a forward.
+
+    Raises:
+        ValueError: A pattern matches no layer with such a tap.
+        NothingCapturedError: Nothing passed.
+        MemoryError: The records would take more than `max_bytes`.
+    """
     patterns = [layers] if isinstance(layers, str) else list(layers)
-    taps = _matching(attention_taps(model), patterns)
+    taps = _matching(taps_of(model, kind), patterns, kind)
     records: Records = {}
     with ExitStack() as stack:
         for name, tap in taps.items():
-            keep = partial(_keep, records, name, samples, max_bytes)
+            keep = partial(_keep, records, kind, name, samples, max_bytes)
             stack.enter_context(tap.observe(keep))
         yield records
     if not records:
-        raise RuntimeError(
-            f"no attention was captured: none of {list(taps)} ran a forward pass inside the context"
+        raise NothingCapturedError(
+            f"no {kind} was captured: none of {list(taps)} showed one inside the context"
         )
 
 
-def attention_taps(model: nn.Module) -> dict[str, Tap]:
-    """The taps of a model's attention modules, by the names of those modules."""
+def taps_of(model: nn.Module, kind: str) -> dict[str, Tap]:
+    """The taps of one kind, by the names of the modules that have them."""
     return {
-        _layer_name(path): module
+        layer_name(path): module
         for path, module in model.named_modules()
-        if isinstance(module, Tap) and module.kind == "attention"
+        if isinstance(module, Tap) and module.kind == kind
     }
 
 
-def _layer_name(path: str) -> str:
+def layer_name(path: str) -> str:
     """`module.blocks.0.attn.tap` -> `blocks.0.attn`"""
     parts = [part for part in path.split(".") if part not in _WRAPPERS]
     return ".".join(parts[:-1] if parts[-1] == "tap" and len(parts) > 1 else parts)
 
 
-def _matching(taps: dict[str, Tap], patterns: Sequence[str]) -> dict[str, Tap]:
+def _matching(taps: dict[str, Tap], patterns: Sequence[str], kind: str) -> dict[str, Tap]:
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in taps):
-            raise ValueError(f"layers={pattern!r} matches no attention; there is {list(taps)}")
+            raise ValueError(f"layers={pattern!r} matches no {kind}; there is {list(taps)}")
     return {n: tap for n, tap in taps.items() if any(fnmatchcase(n, p) for p in patterns)}
 
 
 def _keep(
-    records: Records, name: str, samples: int | None, max_bytes: int, weights: Tensor
+    records: Records, kind: str, name: str, samples: int | None, max_bytes: int, values: Tensor
 ) -> None:
-    weights = weights[:samples]
+    values = values[:samples]
     held = sum(maps.nbytes for layer in records.values() for maps in layer)
-    needed = held + weights.numel() * 4
+    needed = held + values.numel() * 4
     if needed > max_bytes:
         raise MemoryError(
-            f"attention of {name} {tuple(weights.shape)} would bring the records to {needed:,} "
+            f"{kind} of {name} {tuple(values.shape)} would bring the records to {needed:,} "
             f"bytes, over max_bytes={max_bytes:,}; name fewer layers or pass samples="
         )
-    records.setdefault(name, []).append(weights.to("cpu", torch.float32, copy=True))
+    records.setdefault(name, []).append(values.to("cpu", torch.float32, copy=True))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from zoo.layers.check import integer
@@ -21,8 +23,8 @@ class Adaptive(Core):
 
     Args:
         train: Kind in training.
-        short: Kind at inference below `threshold` keys.
-        long: Kind at inference from there on.
+        short: Kind at inference of samples with fewer than `threshold` keys, padding left out.
+        long: Kind at inference of the others.
         threshold: Number of keys.
     """
 
@@ -45,6 +47,7 @@ class Adaptive(Core):
         cores = (self.in_training, self.when_short, self.when_long)
         self.biases = all(core.biases for core in cores)
         self.drops = all(core.drops for core in cores)
+        self.tempers = "queries" if all(core.tempers for core in cores) else ""
 
     def check_mask(self, mask: Mask | None) -> None:
         for core in (self.in_training, self.when_short, self.when_long):
@@ -65,10 +68,56 @@ class Adaptive(Core):
         dropout_p: float = 0.0,
         tap: Tap | None = None,
     ) -> Tensor:
-        long = k.shape[-2] >= self.threshold
-        inference = self.when_long if long else self.when_short
-        core = self.in_training if self.training else inference
-        return core(q, k, v, mask, bias=bias, dropout_p=dropout_p, tap=tap)
+        given = {"bias": bias, "dropout_p": dropout_p, "tap": tap}
+        if self.training:
+            return self.in_training(q, k, v, mask, **given)
+        short = _lengths(mask, k.shape[-2], k.device) < self.threshold  # b|1
+        if bool(short.all()):
+            return self.when_short(q, k, v, mask, **given)
+        if not bool(short.any()):
+            return self.when_long(q, k, v, mask, **given)
+        return _by_sample(short, self.when_short, self.when_long, q, k, v, mask, given)
+
+    def sees(self, rows: Tensor, cols: Tensor, j: int) -> Tensor | None:
+        cores = [self.in_training] if self.training else [self.when_short, self.when_long]
+        seen = [core.sees(rows, cols, j) for core in cores]
+        known = [pattern for pattern in seen if pattern is not None]
+        return functools.reduce(torch.logical_or, known) if len(known) == len(seen) else None
+
+
+def _lengths(mask: Mask | None, j: int, device: torch.device) -> Tensor:
+    """Keys of each sample up to the last that padding leaves: (b|1)."""
+    lengths = torch.full((1,), j, device=device)
+    places = torch.arange(1, j + 1, device=device)
+    for rule in [] if mask is None else mask.rules():
+        if rule.kind == "padding":
+            seen = rule.lower(1, j, device)[:, 0, 0]  # b|1 j|1
+            lengths = torch.minimum(lengths, (seen * places).amax(-1))
+    return lengths
+
+
+def _by_sample(
+    short: Tensor,
+    when_short: Core,
+    when_long: Core,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask | None,
+    given: dict[str, Any],
+) -> Tensor:
+    """Both kinds, each for its samples; captured weights are put together likewise."""
+    tap = given["tap"]
+    taken: list[Tensor] = []
+    if tap is not None and tap.active:
+        for core in (when_short, when_long):
+            own = Tap()
+            with own.observe(taken.append):
+                core(q, k, v, mask, **{**given, "tap": own})
+        tap.record(lambda: torch.where(short[:, None, None, None], *taken))
+    given = {**given, "tap": None}
+    one, other = (core(q, k, v, mask, **given) for core in (when_short, when_long))
+    return torch.where(short[:, None, None, None], one, other)
 
 
 def _build(name: str, kind: str, num_heads: int, head_dim: int) -> Core:

@@ -210,14 +210,14 @@ def _by_length(
 ) -> Tensor:
     """Each sample attends to its own first keys, with no mask; queries beyond them see all."""
     if not lengths:
-        return v.new_zeros(*q.shape[:3], v.shape[-1])
+        return nothing(q, k, v)
     outputs = []
     for sample, length in enumerate(lengths):
         one, keys, values = (
             x[sample : sample + 1, :, :end] for x, end in ((q, None), (k, length), (v, length))
         )
         if length == 0:
-            outputs.append(v.new_zeros(1, *q.shape[1:3], v.shape[-1]))
+            outputs.append(nothing(one, keys, values))
         elif causal:
             early = _fused(one[:, :, :length], keys, values, None, dropout_p, scale, causal=True)
             late = one[:, :, length:]
@@ -229,6 +229,15 @@ def _by_length(
         else:
             outputs.append(_fused(one, keys, values, None, dropout_p, scale))
     return torch.cat(outputs)
+
+
+def nothing(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Zeros (b h i e2) whose gradients are zeros: of queries that have nothing to attend to.
+
+    Connected to all inputs, as parallel training waits for the gradient of every parameter.
+    """
+    q, k, v = (x.masked_fill(torch.ones_like(x, dtype=torch.bool), 0) for x in (q, k, v))
+    return q.sum(-1, keepdim=True) + v.sum(-2, keepdim=True) + k.sum((-2, -1), keepdim=True)
 
 
 def _lower(mask: Mask, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:

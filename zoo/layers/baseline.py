@@ -28,6 +28,7 @@ class Identity(Core):
 
     biases = False
     drops = False
+    tempers = ""
 
     def forward(
         self,
@@ -52,6 +53,9 @@ class Identity(Core):
             tap.record(lambda: self._weights(seen, q, j))
         return own.masked_fill(~seen[..., None], 0)
 
+    def sees(self, rows: Tensor, cols: Tensor, j: int) -> Tensor:
+        return rows == cols
+
     @staticmethod
     def _weights(seen: Tensor, q: Tensor, j: int) -> Tensor:
         i = q.shape[-2]
@@ -67,6 +71,7 @@ class Mean(Core):
     reason: ClassVar[str] = "it sums the values once and never looks at pairs"
     biases = False
     drops = False
+    tempers = ""
 
     def forward(
         self,
@@ -101,6 +106,7 @@ class Uniform(Core):
     """Exact attention whose scores are all equal: the mean, under any mask, in quadratic time."""
 
     biases = False
+    tempers = ""
 
     def forward(
         self,

@@ -33,6 +33,8 @@ class Core(nn.Module):
     reason: ClassVar[str] = ""  # why other masks are not possible
     biases: bool = True
     drops: bool = True  # whether there are weights that dropout can act on
+    # What a temperature divides: "queries", "scores" (forward then takes them as `scale`), or "".
+    tempers: str = "queries"
 
     def __init__(self, num_heads: int, head_dim: int) -> None:
         super().__init__()
@@ -69,6 +71,10 @@ class Core(nn.Module):
                 f"attention kind {self.kind!r} has no scores to add a bias to (positions relative "
                 f"and prior); kinds that have: {', '.join(kinds_with_bias())}"
             )
+
+    def sees(self, rows: Tensor, cols: Tensor, j: int) -> Tensor | None:
+        """Which keys, by place of j, a query can see at all under no mask; None: every one."""
+        return None
 
     @property
     def kind(self) -> str:
@@ -125,6 +131,8 @@ class Additive(Core):
         chunk_bytes: Bound on the hidden vectors held at once.
     """
 
+    tempers = "scores"
+
     def __init__(
         self,
         num_heads: int,
@@ -150,6 +158,7 @@ class Additive(Core):
         bias: Any = None,
         dropout_p: float = 0.0,
         tap: Tap | None = None,
+        scale: Tensor | float = 1.0,
     ) -> Tensor:
         q, k = blank_unseen(q, k, mask)
         hidden_q, hidden_k = self.query(q), self.key(k)
@@ -159,7 +168,7 @@ class Additive(Core):
             parts = [checkpoint(self._scores, c, hidden_k, use_reentrant=False) for c in chunks]
         else:
             parts = [self._scores(chunk, hidden_k) for chunk in chunks]
-        scores = torch.cat(parts, dim=2)
+        scores = torch.cat(parts, dim=2) * scale
         if bias is not None:
             scores = scores + bias.lower(q.shape[-2], k.shape[-2])
         return attend_scores(scores, v, mask, dropout_p=dropout_p, tap=tap)

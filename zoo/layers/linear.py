@@ -109,15 +109,19 @@ def _dense_weights(phi_q: Tensor, phi_k: Tensor, causal: bool) -> Tensor:
 
 @register_attention("linear")
 class Linear(Kernel):
-    """Features elu(x) + 1 (Linear Transformer, arXiv 2006.16236)."""
+    """Features elu(x) + 1 (Linear Transformer, arXiv 2006.16236).
+
+    A temperature divides the queries before their features are taken.
+    """
 
     def features(self, q: Tensor, k: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor]:
-        return _elu_plus_one(q), _elu_plus_one(k)
+        top = q.detach().amax(-1, keepdim=True).clamp(max=0)  # a factor a query cancels
+        return _elu_plus_one(q, top), _elu_plus_one(k)
 
 
-def _elu_plus_one(x: Tensor) -> Tensor:
-    """Not as `F.elu(x) + 1`, which rounds exp(x) to nothing below -17."""
-    return torch.where(x > 0, x + 1, x.clamp(max=0).exp())
+def _elu_plus_one(x: Tensor, top: Tensor | float = 0.0) -> Tensor:
+    """Divided by exp(top). Not as `F.elu(x) + 1`, which rounds exp(x) to nothing below -17."""
+    return torch.where(x > 0, x + 1, (x.clamp(max=0) - top).exp())
 
 
 @register_attention("performer")

@@ -107,6 +107,10 @@ class Padding(Mask):
 
     def check(self, shape: tuple[int, int, int, int]) -> None:
         _check_sizes((len(self.lengths), 1, 1, shape[3]), shape)
+        if self.lengths.device.type == "cpu" and not torch.compiler.is_compiling():
+            wrong = self.lengths[(self.lengths < 0) | (self.lengths > shape[3])].tolist()
+            if wrong:
+                raise ValueError(f"lengths ({wrong[:8]}) must lie in [0, {shape[3]}], all the keys")
 
 
 @dataclass(frozen=True, eq=False)
@@ -262,6 +266,8 @@ def _boolean(mask: object) -> Tensor:
 
 
 def _integers(name: str, values: Tensor | Sequence[int], axes: str) -> Tensor:
+    if not isinstance(values, (Tensor, Sequence)):
+        raise TypeError(f"{name} ({values!r}) must be a tensor or a list of integers ({axes})")
     tensor = torch.as_tensor(values, dtype=None if len(values) else torch.long)
     if tensor.is_floating_point() or tensor.dtype == torch.bool:
         raise TypeError(f"{name} must hold integers, got {tensor.dtype}")

@@ -8,11 +8,15 @@ Shapes: b batch, n tokens, i/j query/key positions, h heads, d width, e head wid
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from zoo.card import ModelCard
+from zoo.layers.attention import nothing
 from zoo.layers.check import flag, fraction, integer, positive
 from zoo.layers.core import Core, Full
 from zoo.layers.mask import Mask, MaskLike
@@ -35,7 +39,8 @@ class MultiHead(nn.Module):
             queries, arXiv 2305.13245); by default `num_heads`.
         qkv_bias: Whether the projections to queries, keys and values have biases.
         qk_norm: Normalises queries and keys per head, with `norm_layer`.
-        temperature: Divides the scores: a number, or "learned" (one per head, starting at 1).
+        temperature: Divides the scores, before a position bias is added: a number, or "learned" (one
+            per head, starting at 1). Kinds without scores refuse it.
         core: The kind of attention; exact by default.
         bias: A position bias, added to the scores.
         rope: Rotates queries and keys by their positions.
@@ -100,6 +105,15 @@ class MultiHead(nn.Module):
             self.log_temperature = nn.Parameter(torch.zeros(self.num_heads))
         else:
             raise ValueError(f"temperature ({temperature!r}) must be a number, or 'learned'")
+        if temperature != 1:
+            self._check_tempers(temperature)
+
+    def _check_tempers(self, temperature: object) -> None:
+        if not self.core.tempers:
+            raise ValueError(
+                f"temperature ({temperature!r}) must be 1: attention kind {self.core.kind!r} has "
+                "no scores that it could divide"
+            )
 
     def _mix(self, q: Tensor, k: Tensor, v: Tensor, mask: MaskLike) -> Tensor:
         """(b h i e), (b kv j e), (b kv j e) -> (b i d)"""
@@ -110,19 +124,56 @@ class MultiHead(nn.Module):
         q, k = self.q_norm(q), self.k_norm(k)
         if self.rope is not None:
             q, k = self.rope(q, k)
-        if self.log_temperature is not None:
-            q = q * torch.exp(-self.log_temperature).to(q.dtype)[:, None, None]
-        elif self.temperature != 1.0:
-            q = q / self.temperature
+        q, scale = self._temper(q)
         if self.num_kv_heads != self.num_heads:
             groups = self.num_heads // self.num_kv_heads
             k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
         dropout_p = self.attn_drop.p if self.training else 0.0
         if 0 in (*q.shape[:3], k.shape[2]):  # no sample, no query or no key
-            x = v.new_zeros(*q.shape[:3], v.shape[-1])
+            x = nothing(q, k, v)
         else:
-            x = self.core(q, k, v, mask, bias=self.bias, dropout_p=dropout_p, tap=self.tap)
+            spoiled = None if mask is None else _spoiled(k, v)
+            if spoiled is not None:
+                k, v = (x.masked_fill(spoiled[..., None], 0) for x in (k, v))
+            x = self.core(q, k, v, mask, bias=self.bias, dropout_p=dropout_p, tap=self.tap, **scale)
+            if spoiled is not None and mask is not None:
+                x = x.masked_fill(self._sees_any(spoiled, mask, q.shape[2]), torch.nan)
         return self.proj_drop(self.proj(merge_heads(x)))
+
+    def _temper(self, q: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        """The queries divided by the temperature, or what the core needs to divide its scores."""
+        inverse: Tensor | float = 1 / self.temperature
+        if self.log_temperature is not None:
+            inverse = torch.exp(-self.log_temperature).to(q.dtype)[:, None, None]
+        elif self.temperature == 1.0:
+            return q, {}
+        if self.core.tempers == "scores":
+            return q, {"scale": inverse}
+        return q * inverse, {}
+
+    def _sees_any(self, keys: Tensor, mask: Mask, i: int) -> Tensor:
+        """(b h j) -> (b h i 1): queries that may see any of these keys."""
+        j = keys.shape[-1]
+        allowed = mask.lower(i, j, keys.device)
+        rows, cols = (torch.arange(n, device=keys.device) for n in (i, j))
+        pattern = self.core.sees(rows[:, None] + (j - i), cols[None], j)
+        allowed = allowed if pattern is None else allowed & pattern
+        return (allowed & keys[:, :, None]).any(-1, keepdim=True)
+
+
+def _spoiled(k: Tensor, v: Tensor) -> Tensor | None:
+    """Keys whose content is NaN or infinite: (b h j); None where all is finite.
+
+    A weight of 0 does not keep NaN out of a sum, and kernels leave it to that. Looked for on CPUs
+    only: on a GPU each layer would have to wait for the answer.
+    """
+    if k.device.type != "cpu" or torch.compiler.is_compiling():
+        return None
+    k, v = k.detach(), v.detach()
+    if bool(torch.isfinite(k.sum() + v.sum())):  # one cheap pass; large sums may overflow
+        return None
+    spoiled = ~(k.isfinite().all(-1) & v.isfinite().all(-1))
+    return spoiled if bool(spoiled.any()) else None
 
 
 class SelfAttention(MultiHead):
@@ -182,7 +233,13 @@ def set_temperature(model: nn.Module, temperature: float) -> None:
         raise ValueError(f"temperature cannot be set: {type(model).__name__} {what}")
     temperature = positive("temperature", temperature)
     for layer in layers:
+        if temperature != 1:
+            layer._check_tempers(temperature)
         layer.temperature = temperature
+    card = getattr(model, "card", None)
+    if isinstance(card, ModelCard) and "temperature" in card.options:  # as the model is saved
+        options = {**card.options, "temperature": temperature}
+        model.card = replace(card, options=options)  # type: ignore[assignment]
 
 
 def head_width(dim: int, num_heads: int, head_dim: int | None = None) -> int:

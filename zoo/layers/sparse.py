@@ -33,6 +33,8 @@ from zoo.layers.rope import check_grid
 from zoo.layers.tap import Tap
 from zoo.rng import generator
 
+_FARTHEST = 1024.0  # blocks between a block and one drawn at random, at most
+_DRAWN = 64  # blocks whose random blocks are drawn together
 _SMALLEST = 32  # tokens of a block of a sliding window: smaller ones cost more than they save
 
 
@@ -46,6 +48,7 @@ class Layout:
         blocks: Number of blocks.
         reach: How many blocks to the left and right are near.
         columns: Places that every block sees: (c,).
+        far: Further places of each block, -1 for none: (n f).
         random: Numbers of further key blocks of each block, -1 for none: (n r).
         places: Place of each laid-out key, -1 for none: (n s).
         allowed: Which of them each query sees: (1 1 n t s); None: all.
@@ -56,6 +59,7 @@ class Layout:
     blocks: int
     reach: int
     columns: Tensor
+    far: Tensor | None
     random: Tensor | None
     places: Tensor
     allowed: Tensor | None
@@ -93,6 +97,14 @@ class Sparse(Core):
         places = torch.arange(j)
         return places[self.is_column(places, j)]
 
+    def is_far(self, blocks: Tensor, cols: Tensor) -> Tensor | None:
+        """Which single places the blocks of these numbers see beside; None: none."""
+        return None
+
+    def far(self, blocks: Tensor) -> Tensor | None:
+        """These places, also such as no key stands at: (n) -> (n f)."""
+        return None
+
     def random_blocks(self, keys: int) -> Tensor | None:
         """Numbers of the key blocks that each of `keys` blocks sees at random: (keys r)."""
         return None
@@ -100,6 +112,9 @@ class Sparse(Core):
     def pattern(self, rows: Tensor, cols: Tensor, j: int) -> Tensor:
         """What the kind allows, by place: the meaning of its layout, as a mask (*P)."""
         return self.rule(j, cols.device)(rows, cols)
+
+    def sees(self, rows: Tensor, cols: Tensor, j: int) -> Tensor:
+        return self.pattern(rows, cols, j)
 
     def rule(self, j: int, device: torch.device) -> Rule:
         """The same as a function of places, of elementwise operations only."""
@@ -112,6 +127,8 @@ class Sparse(Core):
             near = self.near(rows, cols)
             allowed = allowed if near is None else allowed & near
             allowed = allowed | self.is_column(cols, j)
+            far = self.is_far(row_block, cols)
+            allowed = allowed if far is None else allowed | far
             if table is not None:
                 known = row_block.clamp(0, len(table) - 1)
                 for number in range(table.shape[1]):
@@ -208,17 +225,25 @@ class Sparse(Core):
         near = torch.arange((2 * self.reach + 1) * size, device=device) - self.reach * size
         near = first + numbers * size + near  # n s
         columns = self.columns(j).to(device)
-        near = near.masked_fill(torch.isin(near, columns) | (near < 0) | (near >= j), -1)
-        places = [near, columns.expand(blocks, -1)]
+        elsewhere = torch.isin(near, columns)
+        is_far, far = self.is_far(start + numbers, near), self.far(start + numbers[:, 0])
+        if is_far is not None:
+            elsewhere = elsewhere | is_far
+        places = [near.masked_fill(elsewhere | (near < 0) | (near >= j), -1)]
+        places.append(columns.expand(blocks, -1))
+        if far is not None:
+            far = far.masked_fill((far < 0) | (far >= j) | torch.isin(far, columns), -1)
+            far = far[:, (far >= 0).any(0)]  # what no block has costs nothing
+            places.append(far)
         random = self._random(start, blocks, j, device)
         if random is not None:
             inner = torch.arange(size, device=device)
-            far = random[..., None] * size - offset + inner  # n r t
-            bad = (random < 0)[..., None] | torch.isin(far, columns) | (far < 0) | (far >= j)
-            places.append(far.masked_fill(bad, -1).flatten(1))
+            drawn = random[..., None] * size - offset + inner  # n r t
+            bad = (random < 0)[..., None] | torch.isin(drawn, columns) | (drawn < 0) | (drawn >= j)
+            places.append(drawn.masked_fill(bad, -1).flatten(1))
         laid_out = torch.cat(places, 1)
         allowed = self._allowed(first + torch.arange(blocks * size, device=device), laid_out)
-        return Layout(size, first, blocks, self.reach, columns, random, laid_out, allowed)
+        return Layout(size, first, blocks, self.reach, columns, far, random, laid_out, allowed)
 
     def _allowed(self, rows: Tensor, cols: Tensor) -> Tensor | None:
         """By place: (n t) queries in a row, (n s) keys -> (1 1 n t s); None where all is seen."""
@@ -274,6 +299,8 @@ def _lay_out(x: Tensor, layout: Layout) -> Tensor:
     if len(layout.columns):
         shared = x[:, :, layout.columns] if len(layout.columns) < j else x
         parts.append(shared[:, :, None].expand(-1, -1, layout.blocks, -1, -1))
+    if layout.far is not None:
+        parts.append(x[:, :, layout.far.clamp(min=0)])
     if layout.random is not None:
         lead = -layout.first % size  # key block 0 may start before the first key
         aligned = F.pad(x, (0, 0, lead, -(j + lead) % size)).unflatten(2, (-1, size))
@@ -516,13 +543,13 @@ class Longformer(Sliding):
 
 @register_attention("strided")
 class Strided(Sliding):
-    """The nearest keys and every stride-th key of the sequence (Sparse Transformer, 1904.10509).
+    """The nearest keys and, farther out, every stride-th (Sparse Transformer, 1904.10509).
 
     Args:
         window: Each query sees itself and window // 2 keys to either side.
-        stride: Interval of the far keys, at places stride - 1, 2 stride - 1, ...; where None it
-            grows with the length so that there are at most `num_far`, and cost stays linear.
-        num_far: Far keys at most, without a stride.
+        stride: Interval of the far keys, which stand at places stride - 1, 2 stride - 1, ...
+        num_far: Far keys of a query, half of them to either side, so that cost is linear in the
+            length; fewer near the ends.
     """
 
     def __init__(
@@ -531,16 +558,27 @@ class Strided(Sliding):
         head_dim: int,
         *,
         window: int = 128,
-        stride: int | None = None,
+        stride: int = 64,
         num_far: int = 64,
     ) -> None:
         super().__init__(num_heads, head_dim, window)
-        self.stride = None if stride is None else integer("stride", stride)
-        self.num_far = integer("num_far", num_far)
+        self.stride, self.num_far = integer("stride", stride), integer("num_far", num_far)
 
-    def is_column(self, cols: Tensor, j: int) -> Tensor:
-        stride = self.stride or max(1, math.ceil(j / self.num_far))
-        return (cols >= 0) & ((cols + 1) % stride == 0)
+    def is_far(self, blocks: Tensor, cols: Tensor) -> Tensor:
+        number = cols.div(self.stride, rounding_mode="floor") - self._first_far(blocks)
+        at_interval = (cols >= 0) & ((cols + 1) % self.stride == 0)
+        return at_interval & (number >= 0) & (number < self.num_far)
+
+    def far(self, blocks: Tensor) -> Tensor:
+        numbers = self._first_far(blocks)[:, None] + torch.arange(
+            self.num_far, device=blocks.device
+        )
+        return (numbers + 1) * self.stride - 1
+
+    def _first_far(self, blocks: Tensor) -> Tensor:
+        """Number, from 0, of the first far key of each block."""
+        middle = blocks * self.size - self.offset() + self.size // 2
+        return middle.div(self.stride, rounding_mode="floor") - self.num_far // 2
 
 
 @register_attention("bigbird")
@@ -549,7 +587,7 @@ class BigBird(Sparse):
 
     Args:
         block_size: Tokens of a block; a query sees its own block and the one to either side.
-        num_random: Further blocks, drawn once for each length.
+        num_random: Further blocks, near ones more often than far ones; fewer near the ends.
         num_global: The first tokens see all and are seen by all.
         seed: Of the random blocks.
     """
@@ -571,13 +609,25 @@ class BigBird(Sparse):
         self.seed = integer("seed", seed, minimum=None)
 
     def random_blocks(self, keys: int) -> Tensor | None:
-        """Blocks beyond the neighbours, without repetition; -1 where there are too few."""
+        """Blocks beyond the neighbours, without repetition; -1 where a drawn one does not exist.
+
+        The distance is drawn for each block by itself, even on a logarithmic scale, so that the
+        blocks of a sequence stay the same when another follows them.
+        """
         if not self.num_random or keys <= 2 * self.reach + 1:
             return None
-        rng = generator(self.seed, "bigbird", keys)
-        rank = torch.rand(keys, keys, generator=rng)
-        block = torch.arange(keys)
-        near = (block[:, None] - block).abs() <= self.reach
-        rank = rank.masked_fill(near, -1.0)
-        top = rank.topk(min(self.num_random, keys), dim=1)
-        return top.indices.masked_fill(top.values < 0, -1)
+        table = torch.cat([self._drawn(part) for part in range(-(-keys // _DRAWN))])[:keys]
+        return table.masked_fill(table >= keys, -1)
+
+    def _drawn(self, part: int) -> Tensor:
+        """Of the blocks part * _DRAWN, ...: (_DRAWN r), whether or not they exist."""
+        rng = generator(self.seed, "bigbird", part)
+        tries = 8 * self.num_random
+        exponents, sides = torch.rand(2, _DRAWN, tries, generator=rng)
+        far = (self.reach + _FARTHEST**exponents).long()
+        block = part * _DRAWN + torch.arange(_DRAWN)[:, None]
+        drawn = block + far * torch.where(sides < 0.5, -1, 1)
+        earlier = (drawn[:, :, None] == drawn[:, None]).tril(-1).any(-1)
+        order = (earlier | (drawn < 0)).int().argsort(dim=1, stable=True)[:, : self.num_random]
+        refused = (earlier | (drawn < 0)).gather(1, order)
+        return drawn.gather(1, order).masked_fill(refused, -1)

@@ -18,6 +18,7 @@ from torch import nn
 from zoo import capture_attention
 from zoo.layers import Mask, create_attention, list_attention, supported_masks
 from zoo.layers.factory import build_core
+from zoo.layers.multihead import set_temperature
 
 KINDS = list_attention()
 SMALL = {  # patterns that are sparse on short sequences
@@ -30,7 +31,10 @@ SMALL = {  # patterns that are sparse on short sequences
     "performer": {"num_features": 20},
     "adaptive": {"threshold": 10},
 }
-SHIFTED = [("window", {"window": 8, "shift": True}), ("strided", {"window": 6, "num_far": 3})]
+SHIFTED = [
+    ("window", {"window": 8, "shift": True}),
+    ("strided", {"window": 6, "stride": 3, "num_far": 2}),
+]
 CASES = [(kind, SMALL.get(kind, {})) for kind in KINDS] + SHIFTED
 PERMUTABLE = ("full", "dot", "additive", "linear", "performer", "mean", "uniform", "identity")
 H, E = 2, 6
@@ -155,8 +159,11 @@ def longformer(p, k, j, core):
 
 
 def strided(p, k, j, core):
-    stride = core.stride or max(1, math.ceil(j / 3))
-    return abs(p - k) <= 3 or (k + 1) % stride == 0
+    """Far keys are counted from the middle of the query's block."""
+    middle = p // core.size * core.size + core.size // 2
+    number = (k + 1) // core.stride - 1 - (middle // core.stride - core.num_far // 2)
+    far = (k + 1) % core.stride == 0 and 0 <= number < core.num_far
+    return abs(p - k) <= core.radius or far
 
 
 def bigbird(p, k, j, core):
@@ -168,13 +175,7 @@ def bigbird(p, k, j, core):
 def adaptive(q, k, v, allowed, core):
     if k.shape[2] < 10:
         return exact(q, k, v, allowed, core)
-    long = core.when_long
-    stride = max(1, math.ceil(k.shape[2] / 64))
-
-    def rule(p, k, j, core):
-        return abs(p - k) <= long.radius or (k + 1) % stride == 0
-
-    return within(rule)(q, k, v, allowed, core)
+    return within(strided)(q, k, v, allowed, core.when_long)
 
 
 REFERENCES = {
@@ -254,13 +255,19 @@ def test_windows_of_an_image(options):
         torch.testing.assert_close(core(q, k, v, mask).double(), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_random_blocks_are_far_distinct_and_repeatable():
+def test_random_blocks_are_far_distinct_and_those_of_a_longer_sequence():
     core = build_core("bigbird", H, E, block_size=4, num_random=3)
-    table = core.random_blocks(11)
-    assert torch.equal(table, build_core("bigbird", H, E, num_random=3).random_blocks(11))
+    table = core.random_blocks(300)
+    assert torch.equal(table, build_core("bigbird", H, E, num_random=3).random_blocks(300))
     for number, chosen in enumerate(table.tolist()):
-        assert len(set(chosen)) == 3
-        assert all(abs(number - c) > 1 and 0 <= c < 11 for c in chosen)
+        there = [c for c in chosen if c >= 0]
+        assert len(set(there)) == len(there)
+        assert all(abs(number - c) > 1 and c < 300 for c in there)
+    assert (table >= 0).float().mean() > 0.7
+    assert (table[:, 1:] != table[:, :-1]).any()
+    for keys in (5, 64, 129):
+        shorter = table[:keys]
+        assert torch.equal(core.random_blocks(keys), shorter.masked_fill(shorter >= keys, -1))
 
 
 def test_performer_approaches_softmax():
@@ -410,27 +417,60 @@ def test_a11_order_is_invisible_without_positions(kind):
     torch.testing.assert_close(attn(x[:, order]), attn(x)[:, order], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("n", [24, 300])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a12_a14_padding_moves_no_token(kind):
-    """Appended tokens, whatever they hold, change nothing of the real ones."""
-    attn, x = make(kind), torch.randn(2, 24, DIM)
+def test_a12_a14_padding_moves_no_token(kind, n):
+    """Appended tokens, whatever they hold, change nothing: as if each sample stood alone."""
+    options = SMALL.get(kind, {}) if n == 24 else {"max_len": n} if kind == "linformer" else {}
     if kind == "adaptive":
-        attn.core.threshold = 1  # one kind for both lengths
-    if kind == "strided":
-        attn = make(kind, stride=5)
-    real = 13
-    mask = Mask.padding([real, real])
-    expected = attn(x[:, :real], mask=mask)
-    if kind in ("bigbird", "adaptive"):  # their pattern is a function of the length
-        expected = attn(torch.where(torch.arange(24)[:, None] < real, x, 0.0), mask=mask)[:, :real]
-    for junk in (x[:, real:], torch.full((2, 24 - real, DIM), math.nan)):
-        padded = torch.cat([x[:, :real], junk], 1)
-        for mode in (True, False):
-            if kind == "adaptive" and mode:
-                continue
-            out = attn.train(mode)(padded, mask=mask)
-            assert out.shape == padded.shape
-            torch.testing.assert_close(out[:, :real], expected, rtol=1e-5, atol=1e-5)
+        options = {"threshold": n // 2}  # one sample below, one above
+    torch.manual_seed(1)
+    attn, x = create_attention(kind, DIM, H, **options), torch.randn(2, n, DIM)
+    lengths = [n // 2 + 3, n // 2 - 3]
+    mask = Mask.padding(lengths)
+    for mode in (True, False):
+        attn.train(mode)
+        alone = [attn(x[i : i + 1, :real])[0] for i, real in enumerate(lengths)]
+        for junk in (0.0, math.nan):
+            beyond = torch.arange(n) >= torch.tensor(lengths)[:, None]
+            out = attn(x.masked_fill(beyond[..., None], junk), mask=mask)
+            assert out.shape == x.shape
+            for sample, expected in enumerate(alone):
+                got = out[sample, : lengths[sample]]
+                torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("junk", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_leaks_to_a_query_that_may_not_see_it(kind, junk):
+    """Also where other queries see it: causal order, segments, any tensor."""
+    attn, n = make(kind).eval(), 40
+    x, bad = torch.randn(2, n, DIM), 30
+    dirty = x.clone()
+    dirty[0, bad] = junk
+    segments = (torch.arange(n) >= 20).long().expand(2, -1)
+    for mask, clean in (
+        (Mask.causal(), bad),
+        (Mask.causal() & Mask.padding([n, 7]), bad),
+        (Mask.segment(segments), 20),
+        (Mask.dense((segments[:, :, None] == segments[:, None])[:, None]), 20),
+    ):
+        if any(rule.kind not in supported_masks(kind) for rule in mask.rules()):
+            continue
+        expected, out = attn(x, mask=mask), attn(dirty, mask=mask)
+        torch.testing.assert_close(out[0, :clean], expected[0, :clean], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(out[1], expected[1], rtol=1e-5, atol=1e-5)
+        assert not out[0, bad].isfinite().all(), "what is seen is not hidden"
+
+
+@pytest.mark.parametrize("n", [13, 300])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_empty_batch_of_a_process_has_gradients(kind, n):
+    """Parallel training waits for the gradient of every parameter that others have."""
+    attn = make(kind) if kind != "linformer" else create_attention(kind, DIM, H, max_len=n)
+    attn(torch.randn(2, n, DIM), mask=Mask.padding([0, 0])).sum().backward()
+    assert attn.qkv.weight.grad is not None
+    assert not attn.qkv.weight.grad.any()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -511,12 +551,26 @@ def test_copies_and_states(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_temperature_divides_the_scores(kind):
+    if kind in ("identity", "mean", "uniform"):
+        for temperature in (2.0, "learned"):
+            with pytest.raises(ValueError, match="has no scores that it could divide"):
+                make(kind, temperature=temperature)
+        with pytest.raises(ValueError, match="has no scores that it could divide"):
+            set_temperature(make(kind), 2.0)
+        return
     attn, x = make(kind), torch.randn(2, 11, DIM)
     hot = make(kind, temperature=2.0)
-    with torch.no_grad():
-        for name in ("weight", "bias"):
-            getattr(attn.qkv, name)[:DIM] /= 2
-    torch.testing.assert_close(hot(x), attn(x))
+    if kind in ("linear", "performer"):  # no softmax: the queries' features
+        with torch.no_grad():
+            for name in ("weight", "bias"):
+                getattr(attn.qkv, name)[:DIM] /= 2
+        torch.testing.assert_close(hot(x), attn(x))
+    else:
+        with capture_attention(nn.ModuleDict({"attn": attn, "hot": hot})) as records:
+            attn(x), hot(x)
+        expected = records["attn"][0].sqrt()
+        expected = expected / expected.sum(-1, keepdim=True)
+        torch.testing.assert_close(records["hot"][0], expected, rtol=1e-4, atol=1e-6)
     learned = make(kind, temperature="learned")
     assert learned.log_temperature.shape == (H,)
     with torch.no_grad():

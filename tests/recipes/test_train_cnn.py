@@ -1,0 +1,280 @@
+"""Launches train_cnn as a user would: insertions, hosts, processes, interruptions, mistakes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import vision
+import zoo
+from zoo.diagnostics import gate_profile, gate_ranges
+from zoo.preprocess import normalize
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = [
+    "--epochs", "2", "--warmup-epochs", "1", "--batch-size", "128", "--log-every", "1",
+    "--img-size", "8",
+]  # fmt: skip
+INSERT = ["--insert", "se@standard", "eca@post:stages=2,3", "--insert", "simam@stem:init=identity"]
+SAME = ("train/loss", "train/lr", "train/grad_norm", "train/epoch_loss", "val/loss", "val/top1")
+
+
+def environ(**more: str) -> dict[str, str]:
+    clean = {
+        k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE_", "TORCHELASTIC"))
+    }
+    return {**clean, "OMP_NUM_THREADS": "1", **more}
+
+
+def launch(*args: str | Path, recipe: str | Path = "train_cnn.py", processes=1, ok=True):
+    words = [str(ROOT / "recipes" / recipe), *map(str, args)]
+    env = environ()
+    if processes > 1:
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+        words, env = [*torchrun, *words], environ(ACCELERATE_USE_CPU="true")
+    done = subprocess.run(
+        [sys.executable, *words], env=env, capture_output=True, text=True, timeout=300
+    )
+    if ok:
+        assert done.returncode == 0, done.stderr[-3000:]
+    return done
+
+
+def rows(folder: Path) -> dict[str, list[float]]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {name: [row[name] for row in lines if name in row] for name in SAME}
+
+
+def summary(folder: Path) -> dict:
+    return json.loads((folder / "summary.json").read_text())
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model/model.safetensors")
+
+
+def same_weights(one: Path, two: Path) -> bool:
+    first, second = weights(one), weights(two)
+    return first.keys() == second.keys() and all(torch.equal(first[k], second[k]) for k in first)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """An uninterrupted run with three insertions and everything that draws random numbers."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    launch(*SMALL, *INSERT, *RANDOM, "--out", folder)
+    return folder
+
+
+RANDOM = ["--drop-path-rate", "0.2", "--cutmix", "1.0", "--ema", "--grad-accumulation", "2"]
+
+
+def test_insertions_reach_the_model_and_the_record(whole):
+    """Written `--insert a b --insert c`: all three, in order."""
+    expected = ["se@standard", "eca@post:stages=2,3", "simam@stem:init=identity"]
+    assert json.loads((whole / "config.json").read_text())["options"]["insert"] == expected
+    assert json.loads((whole / "model/model.json").read_text())["options"]["insertions"] == expected
+    model = zoo.create_model(f"local-dir:{whole / 'model'}")
+    assert list(gate_ranges(model)) == [
+        "slot_stem.0",
+        "layer1.0.slot_standard.0",
+        "layer2.0.slot_standard.0",
+        "layer2.0.slot_post.0",
+        "layer3.0.slot_standard.0",
+        "layer3.0.slot_post.0",
+    ]
+    assert summary(whole)["recipe"] == "train_cnn"
+    assert summary(whole)["model"] == "resnet_micro"
+    assert summary(whole)["status"] == "completed"
+
+
+def test_a_flag_for_each_insertion_is_the_same(tmp_path):
+    texts = ["se@standard:stages=1", "eca@post"]
+    launch(*SMALL, "--epochs", "1", "--insert", *texts, "--out", tmp_path / "one")
+    flags = [word for text in texts for word in ("--insert", text)]
+    launch(*SMALL, "--epochs", "1", *flags, "--out", tmp_path / "two")
+    assert same_weights(tmp_path / "one", tmp_path / "two")
+
+
+def test_resumed_is_the_same_run_bit_for_bit(whole, tmp_path):
+    """Running statistics, insertions, the average, drop-path and CutMix included."""
+    flags = [*SMALL, *INSERT, *RANDOM, "--out", tmp_path / "run"]
+    launch(*flags, "--checkpoint-every", "4", "--keep", "9")
+    for path in (tmp_path / "run/checkpoints").glob("*.pt"):
+        if path.name > "step_00000008.pt" or path.name == "best.pt":
+            path.unlink()  # as if killed in the second epoch
+    launch(*flags, "--checkpoint-every", "4", "--keep", "9", "--resume", "auto")
+    assert same_weights(whole, tmp_path / "run")
+    assert rows(whole) == rows(tmp_path / "run")
+    first, second = (
+        (folder / "attention/gates.json").read_bytes() for folder in (whole, tmp_path / "run")
+    )
+    assert first == second
+
+
+def test_the_gates_of_the_run_are_those_of_its_model(whole):
+    model = zoo.create_model(f"local-dir:{whole / 'model'}")
+    data = vision.load_dataset("digits")
+    source = vision.make_source(data.val, model.card.preprocessing, train=False)
+    batch = source.__getitems__([(0, i) for i in range(360)])
+    pair = (normalize(batch["images"], model.card.preprocessing), batch["targets"])
+    profile = gate_profile(model, [pair], 10)
+    report = json.loads((whole / "attention/gates.json").read_text())
+    means = np.load(whole / "attention/gates.npz")
+    assert means["class_counts"].sum() == 360
+    for name, moments in profile.items():
+        layer = report["layers"][name]
+        for field, value in vars(moments.statistics()).items():
+            assert layer[field] == pytest.approx(value, abs=1e-4), (name, field)
+        np.testing.assert_allclose(means[name], moments.class_means, atol=1e-4)
+    assert {layer["group"] for layer in report["layers"].values()} == {
+        "stage1", "stage2", "stage3"
+    }  # fmt: skip
+    found = summary(whole)
+    assert found["gates/stage2/mean"] == report["groups"]["stage2"]["mean"]
+    assert (whole / "attention/gates.png").stat().st_size > 10_000
+
+
+def test_looking_at_gates_changes_no_number(whole, tmp_path):
+    launch(*SMALL, *INSERT, *RANDOM, "--no-gates", "--out", tmp_path / "run")
+    assert rows(whole) == rows(tmp_path / "run")
+    assert same_weights(whole, tmp_path / "run")
+    assert not (tmp_path / "run/attention").exists()
+
+
+def test_variants_start_from_the_same_host(tmp_path):
+    """Paired: one seed gives one host and one order, with insertions or without."""
+    flags = [*SMALL, "--epochs", "1", "--lr", "0", "--batch-size", "512"]
+    launch(*flags, "--out", tmp_path / "host")
+    launch(*flags, "--insert", "se@standard", "--init", "identity", "--out", tmp_path / "variant")
+    host, variant = weights(tmp_path / "host"), weights(tmp_path / "variant")
+    assert host.keys() < variant.keys()
+    for name, value in host.items():
+        torch.testing.assert_close(variant[name], value, msg=name)
+    assert variant["layer1.0.slot_standard.0.scale"] == 0
+    assert rows(tmp_path / "host")["train/loss"] == rows(tmp_path / "variant")["train/loss"]
+
+
+RANKS = """
+import json, runpy, sys
+from zoo import engine
+
+checksums = []
+evaluate = engine.evaluate
+
+def watched(accelerator, model, *rest):
+    checksums.append([value.double().sum().item() for value in model.state_dict().values()])
+    return evaluate(accelerator, model, *rest)
+
+engine.evaluate = watched
+out = sys.argv[sys.argv.index("--out") + 1]
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+import os
+with open(f"{out}/rank{os.environ['RANK']}.json", "w") as file:
+    json.dump(checksums, file)
+"""
+
+
+@pytest.mark.parametrize("ema", [[], ["--ema"]], ids=["plain", "ema"])
+def test_two_processes_agree_on_weights_and_running_statistics(tmp_path, ema):
+    """Case E13. Statistics are those of one process's batches; the main one's are kept."""
+    script = tmp_path / "ranks.py"
+    script.write_text(RANKS)
+    recipe = ROOT / "recipes/train_cnn.py"
+    flags = [*SMALL, *INSERT, *ema, "--out", tmp_path / "run"]
+    done = launch(recipe, *flags, recipe=script, processes=2)
+    assert done.stdout.count("epoch 1/2") == 1
+    ranks = [json.loads((tmp_path / f"run/rank{rank}.json").read_text()) for rank in range(2)]
+    assert ranks[0] == ranks[1]
+    assert len(ranks[0]) == 2
+    assert ranks[0][0] != ranks[0][1], "it learned"
+    report = json.loads((tmp_path / "run/attention/gates.json").read_text())
+    assert len(report["layers"]) == 6
+    assert np.load(tmp_path / "run/attention/gates.npz")["class_counts"].sum() == 360
+    launch("--model", tmp_path / "run", "--out", tmp_path / "r.json", recipe="evaluate.py")
+    found = json.loads((tmp_path / "r.json").read_text())["metrics"]
+    assert found["val/top1"] == summary(tmp_path / "run")["metrics"]["val/top1"]
+
+
+@pytest.mark.parametrize("host", ["timm:resnet10t", "timm:mobilenetv3_small_050"])
+def test_a_timm_host_trains_saves_and_evaluates(tmp_path, host):
+    flags = [
+        "--model", host, "--img-size", "32", "--epochs", "1", "--batch-size", "256",
+        "--insert", "se@standard:stages=2,3", "--insert", "eca@post:stages=2",
+    ]  # fmt: skip
+    launch(*flags, "--out", tmp_path / "run")
+    report = json.loads((tmp_path / "run/attention/gates.json").read_text())
+    assert {layer["group"] for layer in report["layers"].values()} == {"stage2", "stage3"}
+    launch("--model", tmp_path / "run", "--out", tmp_path / "r.json", recipe="evaluate.py")
+    found = json.loads((tmp_path / "r.json").read_text())["metrics"]
+    assert found["val/loss"] == pytest.approx(summary(tmp_path / "run")["metrics"]["val/loss"])
+
+
+def test_training_goes_on_from_trained_weights_into_a_variant(whole, tmp_path):
+    """A host trained without insertions, then with: identity keeps what it knew."""
+    launch(*SMALL, "--out", tmp_path / "host")
+    flags = [*SMALL, "--epochs", "1", "--lr", "0", "--pretrained"]
+    flags += [f"local-dir:{tmp_path / 'host/model'}", "--insert", "se@post:init=identity"]
+    launch(*flags, "--out", tmp_path / "variant")
+    host, variant = weights(tmp_path / "host"), weights(tmp_path / "variant")
+    for name in (key for key in host if "running" not in key and "tracked" not in key):
+        torch.testing.assert_close(variant[name], host[name], msg=name)
+
+
+def test_without_insertions_there_is_nothing_to_look_at(tmp_path):
+    launch(*SMALL, "--epochs", "1", "--out", tmp_path / "run")
+    assert not (tmp_path / "run/attention").exists()
+    assert not [name for name in summary(tmp_path / "run") if name.startswith("gates/")]
+
+
+def test_kinds_that_show_no_gate_are_said_and_do_no_harm(tmp_path):
+    flags = ["--epochs", "1", "--insert", "timm:cbam@standard", "--out", tmp_path / "run"]
+    done = launch(*SMALL, *flags)
+    assert "nothing to write to attention/" in done.stderr
+    assert summary(tmp_path / "run")["status"] == "completed"
+
+
+BAD = [
+    (["--insert", "se"], "must look like KIND@SITE"),
+    (["--insert", "see@standard"], "did you mean"),
+    (["--insert", "se@standart"], "did you mean standard"),
+    (["--insert", "se@conv3"], "Legal sites"),
+    (["--insert", "se@standard:stages=4"], "there is no stage 4"),
+    (["--insert", "se@standard", "--insert", "se@standard"], "has se already"),
+    (["--insert", "se@standard:rd_rati=0.5"], "rd_rati"),
+    (["--insert", "eca@post:init=zero"], "init must be one of"),
+]
+
+
+@pytest.mark.parametrize(("flags", "named"), BAD, ids=[" ".join(flags) for flags, _ in BAD])
+def test_a_bad_insertion_is_one_error_before_data_and_training(tmp_path, flags, named):
+    """The data would be an error too, and are not reached."""
+    done = launch(*flags, "--data", "folder:/nowhere", "--out", tmp_path / "run", ok=False)
+    assert done.returncode != 0
+    assert named in done.stderr[-1500:]
+    assert "/nowhere" not in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_last_batch_of_one_is_refused_before_training(tmp_path):
+    """Case C5: 1437 = 4 * 359 + 1, and 4x4 images leave one value a channel."""
+    flags = ["--img-size", "4", "--batch-size", "359", "--out", tmp_path / "run"]
+    done = launch(*flags, ok=False)
+    assert done.returncode != 0
+    assert "take batch_size 360" in done.stderr[-1500:]
+    assert not (tmp_path / "run").exists()
+
+
+def test_help_lists_its_flags():
+    done = launch("--help")
+    for flag in ("--insert", "--init", "--gates", "--mixup", "--model", "--pretrained", "--resume"):
+        assert flag in done.stdout, flag
