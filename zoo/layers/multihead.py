@@ -39,8 +39,8 @@ class MultiHead(nn.Module):
             queries, arXiv 2305.13245); by default `num_heads`.
         qkv_bias: Whether the projections to queries, keys and values have biases.
         qk_norm: Normalises queries and keys per head, with `norm_layer`.
-        temperature: Divides the scores, before a position bias is added: a number, or "learned" (one
-            per head, starting at 1). Kinds without scores refuse it.
+        temperature: Divides the scores, before a position bias is added: a number, or "learned"
+            (one per head, starting at 1). Kinds without scores refuse it.
         core: The kind of attention; exact by default.
         bias: A position bias, added to the scores.
         rope: Rotates queries and keys by their positions.
