@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -41,8 +41,11 @@ from zoo.ablation import (
 from zoo.diagnostics.cost import count_flops, in_turn, peak_bytes
 
 BASELINES = ("mean", "identity")
+BY_TOKEN = ("none", "learned", "sincos")  # positions that are added to the tokens
 LISTS = ("kinds", "positions", "heads")  # flags that take a,b as well as a b
 QUESTION = "Which attention, and is it worth it?"
+
+Position = Literal["none", "learned", "sincos", "relative", "rope", "prior"]
 
 
 @dataclass(frozen=True)
@@ -57,8 +60,8 @@ class Config:
     """As for train_vit.py."""
     kinds: tuple[str, ...] = ("full", "additive", "window", "linear", "performer")
     """Attention kinds; the baselines are added."""
-    positions: tuple[str, ...] = ("learned",)
-    """none, learned, sincos, relative, rope, prior."""
+    positions: tuple[Position, ...] = ("learned",)
+    """What tells the places of the tokens."""
     heads: tuple[int, ...] = ()
     """Numbers of heads; the model's own by default."""
     seeds: int = 3
@@ -83,12 +86,12 @@ def main(config: Config) -> Report | None:
     variants, models = build(config, data)
     plan = Plan(
         recipe=Path(__file__).with_name("train_vit.py"),
-        variants=[Variant(name, flags) for name, flags in variants.items()],
+        variants=variants,
         seeds=range(config.seeds),
         flags={
             name: getattr(config, name) for name in ("model", "data", "epochs", "lr", "batch_size")
         },
-        baselines=[name for name, flags in variants.items() if flags["attention"] in BASELINES],
+        baselines=BASELINES,
         question=QUESTION,
     )
     steps = config.epochs * (len(data.train) + len(data.val) / 3) / config.batch_size
@@ -102,38 +105,50 @@ def main(config: Config) -> Report | None:
     return done
 
 
-def build(config: Config, data: Any) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
-    """The flags and a model of each variant; combinations that cannot be are left out, and said."""
-    kinds = dict.fromkeys([*config.kinds, *BASELINES])
-    variants, models = {}, {}
-    for kind, position, heads in product(kinds, config.positions, config.heads or (None,)):
-        parts = [kind]
-        parts += [position] if len(config.positions) > 1 else []
-        parts += [f"{heads} heads"] if heads else []
-        flags = {"attention": kind, "position": position}
+def build(config: Config, data: Any) -> tuple[list[Variant], dict[str, Any]]:
+    """The variants and a model of each; combinations that cannot be are left out, and said.
+
+    Each is compared with baselines of its own positions. These have no scores, so that heads and
+    positions that act on scores (rope, relative, prior) are nothing to them: they go without.
+    """
+
+    def model(flags: dict[str, Any]) -> Any:
+        return zoo.create_model(
+            config.model, class_names=data.class_names, in_chans=data.in_chans, **flags
+        )
+
+    wanted = [kind for kind in dict.fromkeys(config.kinds) if kind not in BASELINES]
+    variants: dict[str, Variant] = {}
+    models: dict[str, Any] = {}
+    for kind, position, heads in product(wanted, config.positions, config.heads or (None,)):
+        name = _name(config, kind, position, heads)
+        flags: dict[str, Any] = {"attention": kind, "position": position}
         flags |= {"num_heads": heads} if heads else {}
         try:
-            model = zoo.create_model(
-                config.model, class_names=data.class_names, in_chans=data.in_chans, **flags
-            )
+            models[name] = model(flags)
         except ValueError as error:
             if kind not in zoo.layers.list_attention():
                 raise
-            print(f"left out: {', '.join(parts)}: {error}", file=sys.stderr)
+            print(f"left out: {name}: {error}", file=sys.stderr)
             continue
-        variants[", ".join(parts)], models[", ".join(parts)] = flags, model
-    for kind in BASELINES:
-        if not any(flags["attention"] == kind for flags in variants.values()):
-            name = f"{kind}, none"
-            print(f"{kind} goes without positions: {config.positions} need scores", file=sys.stderr)
-            variants[name] = {"attention": kind, "position": "none"}
-            models[name] = zoo.create_model(
-                config.model,
-                class_names=data.class_names,
-                in_chans=data.in_chans,
-                **variants[name],
-            )
-    return variants, models
+        own = position if position in BY_TOKEN else "none"
+        names = {each: _name(config, each, own) for each in BASELINES}
+        for each, known in names.items():
+            if known not in variants:
+                of_baseline = {"attention": each, "position": own}
+                others = {other: names[other] for other in BASELINES if other != each}
+                variants[known] = Variant(known, of_baseline, others)
+                models[known] = model(of_baseline)
+        variants[name] = Variant(name, flags, names)
+    if not variants:
+        raise ValueError(f"nothing is left of kinds {config.kinds}: see what was left out")
+    return list(variants.values()), models
+
+
+def _name(config: Config, kind: str, position: str, heads: int | None = None) -> str:
+    told = set(config.positions) != {position}
+    parts = [kind, *([position] if told or len(config.positions) > 1 else [])]
+    return ", ".join([*parts, *([f"{heads} heads"] if heads else [])])
 
 
 def costs(models: dict[str, Any], batch: int = 64) -> dict[str, dict[str, object]]:

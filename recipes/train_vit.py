@@ -33,7 +33,7 @@ class Config(ImageOptions, engine.TrainOptions):
     attention: str | None = None
     """Attention kind, see `zoo.layers.list_attention()`; the model's own by default."""
     attention_options: dict[str, int | float | str] | None = None
-    """Options of that kind as names and values: --attention-options window 3 shift 1."""
+    """Options of that kind as names and values: --attention-options window 2,3 shift true."""
     position: Literal["learned", "sincos", "none", "relative", "rope", "prior"] | None = None
     """Positions; the model's own by default."""
     num_heads: int | None = None
@@ -58,7 +58,9 @@ def main(config: Config) -> None:
     temperature, schedule_fn = engine.temperature_schedule(config.temperature)
     run = engine.start_run(__file__, config)
     data = vision.load_dataset(config.data, bad_images=config.bad_images)
-    own = {key: getattr(config, key) for key in ("attention_options", "num_heads", "head_dim")}
+    own: dict[str, Any] = {key: getattr(config, key) for key in ("num_heads", "head_dim")}
+    if config.attention_options is not None:
+        own["attention_options"] = {k: spelled(v) for k, v in config.attention_options.items()}
     model: Any = zoo.create_model(
         config.model,
         pretrained=config.pretrained or False,
@@ -96,6 +98,17 @@ def main(config: Config) -> None:
         schedule_fn=schedule_fn,
         lead=mix.active,
     )
+
+
+def spelled(value: int | float | str) -> Any:
+    """What a word of a command line means: true, false, or numbers joined by commas."""
+    if not isinstance(value, str):
+        return value
+    if value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    parts = value.split(",")
+    numbers = len(parts) > 1 and all(part.strip().isdigit() for part in parts)
+    return [int(part) for part in parts] if numbers else value
 
 
 if __name__ == "__main__":

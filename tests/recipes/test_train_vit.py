@@ -295,12 +295,24 @@ def test_a_signal_to_the_whole_group_saves_with_workers(tmp_path):
 
 def test_attention_flags_reach_the_model_and_a_schedule_resumes(tmp_path):
     """Kind, position, heads and a temperature that changes with every update, bit for bit."""
-    flags = [*SMALL, "--attention", "window", "--attention-options", "window", "3"]
+    flags = [
+        *SMALL,
+        "--attention",
+        "window",
+        "--attention-options",
+        "window",
+        "2,3",
+        "shift",
+        "true",
+    ]
     flags += ["--position", "rope", "--num-heads", "2", "--head-dim", "16", "--ema"]
     flags += ["--temperature", "2:0.5"]
     launch("train_vit.py", *flags, "--out", tmp_path / "whole")
     options = json.loads((tmp_path / "whole/model/model.json").read_text())["options"]
-    assert (options["attention"], options["attention_options"]) == ("window", {"window": 3})
+    assert (options["attention"], options["attention_options"]) == (
+        "window",
+        {"window": [2, 3], "shift": True},
+    )
     assert (options["num_heads"], options["head_dim"], options["position"]) == (2, 16, "rope")
     assert options["temperature"] == 0.5
     launch("train_vit.py", *flags, "--out", tmp_path / "cut")
