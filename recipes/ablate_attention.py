@@ -39,6 +39,7 @@ from zoo.ablation import (
     split_commas,
 )
 from zoo.diagnostics.cost import count_flops, in_turn, peak_bytes
+from zoo.layers.check import integer
 
 BASELINES = ("mean", "identity")
 BY_TOKEN = ("none", "learned", "sincos")  # positions that are added to the tokens
@@ -78,6 +79,10 @@ class Config:
     """CPU threads of each."""
     plan: bool = False
     """Prints what would be run, and what it could show, and stops."""
+
+    def __post_init__(self) -> None:
+        for name in ("seeds", "epochs", "batch_size", "workers", "threads"):
+            integer(name, getattr(self, name))
 
 
 def main(config: Config) -> Report | None:

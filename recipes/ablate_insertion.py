@@ -52,6 +52,7 @@ from zoo.ablation import (
     split_commas,
 )
 from zoo.diagnostics.cost import count_flops, in_turn, ratio_of_medians
+from zoo.layers.check import integer
 
 BASELINES = ("none", "constant")
 LISTS = ("kinds", "sites", "stages", "rd_ratios")  # flags that take a,b as well as a b
@@ -96,6 +97,10 @@ class Config:
     """CPU threads of each."""
     plan: bool = False
     """Prints what would be run, and what it could show, and stops."""
+
+    def __post_init__(self) -> None:
+        for name in ("seeds", "epochs", "batch_size", "workers", "threads"):
+            integer(name, getattr(self, name))
 
 
 def main(config: Config) -> Report | None:

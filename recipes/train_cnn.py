@@ -128,13 +128,13 @@ def build(config: Config, **more: Any) -> Any:
     """The model, on the CPU."""
     rate = config.drop_path_rate
     own: dict[str, Any] = {"drop_path_rate": rate} if rate else {}  # not every network has it
-    return zoo.create_model(
-        config.model,
-        img_size=config.img_size,
-        insertions=config.insertions,
-        **own,
-        **more,
-    )
+    stored = config.model.startswith("local-dir:")  # may have insertions already: these come beside
+    if config.insertions and not stored:
+        own["insertions"] = config.insertions
+    model = zoo.create_model(config.model, img_size=config.img_size, **own, **more)
+    if stored and config.insertions:
+        vision.insert(model, *config.insertions)
+    return model
 
 
 def stages_of_gates(model: Any) -> dict[str, str]:

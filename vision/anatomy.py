@@ -34,10 +34,14 @@ def read(model: nn.Module, img_size: int | tuple[int, int] | None = None) -> Hos
         return host
     _find_blocks(host)
     host.blocks = host.blocks or _plain_blocks(host)
+    host.gaps = _gaps(host)
     modules = _number_stages(host)
-    refused = [n for n in host.refused if n and not _is_in_head(host, model.get_submodule(n))]
-    if not host.blocks and not refused:
+    if not host.blocks and not [gap for gap in host.gaps if gap.name]:
         modules = _conv_blocks(host)
+    if not host.blocks and not host.gaps:
+        raise ValueError(
+            f"{type(model).__name__} is not a CNN: no maps (b c y x) with convolutions found"
+        )
     _find_ends(host, modules)
     return host
 
@@ -113,7 +117,8 @@ def _candidates(host: Host) -> Iterator[tuple[str, nn.Module]]:
     for name, module in host.model.named_modules():
         plain = type(module) is nn.Sequential or not any(True for _ in module.children())
         stem = any("stem" in part for part in name.split("."))
-        if module in host.calls and not plain and not stem and host.reader.convs(module):
+        has_map = module in host.calls and host.calls[module].has_map
+        if has_map and not plain and not stem and host.reader.convs(module):
             yield name, module
 
 
@@ -150,21 +155,35 @@ def _plain_blocks(host: Host) -> list[Block]:
     return sorted(blocks, key=lambda block: host.calls[block.module].start)
 
 
+def _gaps(host: Host) -> list[Block]:
+    """The smallest modules that were refused, but those around blocks, in blocks and in a head."""
+    blocks = [block.name for block in host.blocks]
+    found = []
+    for name in host.refused:
+        module = host.model.get_submodule(name)
+        around = any(_is_inside(other, [name]) for other in (*blocks, *host.refused))
+        known = name in blocks or _is_inside(name, blocks)
+        if not around and not known and not _is_in_head(host, module):
+            found.append(Block(name, module, {}, followed=False))
+    return sorted(found, key=lambda gap: host.calls[gap.module].start)
+
+
 # Stages
 
 
 def _number_stages(host: Host) -> list[str]:
     """Gives each block its stage; the modules that may end the stages, if their names are known."""
+    units = sorted((*host.blocks, *host.gaps), key=lambda unit: host.calls[unit.module].start)
     info = _feature_modules(host)
     if info:
         ends = [host.calls[host.model.get_submodule(name)].end for name in info]
-        keys = [sum(end < host.calls[b.module].end for end in ends) for b in host.blocks]
+        keys = [sum(end < host.calls[unit.module].end for end in ends) for unit in units]
         keys = [min(key, len(info) - 1) for key in keys]
     else:
-        keys = _layer_numbers(host) or _resolution_runs(host)
+        keys = _layer_numbers(units) or _resolution_runs(host, units)
     numbers = {key: index for index, key in enumerate(sorted(set(keys)), start=1)}
-    for block, key in zip(host.blocks, keys, strict=True):
-        block.stage = numbers[key]
+    for unit, key in zip(units, keys, strict=True):
+        unit.stage = numbers[key]
     return [info[key] for key in sorted(set(keys))] if info else []
 
 
@@ -185,32 +204,40 @@ def _is_in_head(host: Host, module: nn.Module) -> bool:
     return any(host.calls[module].start > end for end in last)
 
 
-def _layer_numbers(host: Host) -> list[int]:
-    found = [re.match(r"(?:.+\.)?layer(\d+)\.", block.name) for block in host.blocks]
+def _layer_numbers(units: list[Block]) -> list[int]:
+    found = [re.match(r"(?:.+\.)?layer(\d+)\.", unit.name) for unit in units]
     return [int(match[1]) for match in found if match] if all(found) else []
 
 
-def _resolution_runs(host: Host) -> list[int]:
+def _resolution_runs(host: Host, units: list[Block]) -> list[int]:
     keys: list[int] = []
     before: tuple[int, ...] | None = None
-    for block in host.blocks:
-        size = _resolution(host, block)
+    for unit in units:
+        size = _resolution(host, unit) or before
         keys.append((keys[-1] if keys else 0) + (size != before))
         before = size
     return keys
 
 
 def _resolution(host: Host, block: Block) -> tuple[int, ...]:
-    return (host.calls[block.module].shape or next(iter(block.shapes.values())))[2:]
+    """Rows and columns of what a block gives; () where it gives no map."""
+    call = host.calls[block.module]
+    shape = call.shape if call.gives_map else next(iter(block.shapes.values()), None)
+    return (shape or ())[2:]
 
 
 def _conv_blocks(host: Host) -> list[str]:
-    """In a network of single convolutions (VGG) each stage is a block, in module order."""
+    """In a network of single convolutions (VGG) each stage is a block, in module order.
+
+    A single one is the patch embedding of a transformer or a mixer.
+    """
     leaves = [
         (name, module)
         for name, module in host.model.named_modules()
         if module in host.calls and not any(True for _ in module.children())
     ]
+    if sum(isinstance(module, nn.Conv2d) for _, module in leaves) < 2:
+        return []
     leaves.sort(key=lambda leaf: host.calls[leaf[1]].start)
     stage, number, before = 0, 0, None
     for index, (_, module) in enumerate(leaves):
@@ -230,9 +257,10 @@ def _conv_blocks(host: Host) -> list[str]:
 
 def _with_norm(host: Host, leaves: list[tuple[str, nn.Module]]) -> tuple[str, nn.Module]:
     """The last of the norm and activation modules that follow a convolution."""
-    last = leaves[0]
+    last, shape = leaves[0], host.calls[leaves[0][1]].shape
     for name, module in leaves[1:]:
-        if not is_norm_or_activation(module):
+        follows = host.calls[module].gives_map and host.calls[module].shape == shape
+        if not is_norm_or_activation(module) or not follows:
             break
         last = name, module
     return last
@@ -240,13 +268,14 @@ def _with_norm(host: Host, leaves: list[tuple[str, nn.Module]]) -> tuple[str, nn
 
 def _find_ends(host: Host, ends: list[str]) -> None:
     """Where the first stage begins, and where each but the last ends."""
+    units = sorted((*host.blocks, *host.gaps), key=lambda unit: host.calls[unit.module].start)
     for stage in range(1, host.stages + 1):
-        own = [block for block in host.blocks if block.stage == stage]
+        own = [unit for unit in units if unit.stage == stage]
         common = _common_parent([block.name for block in own])
         if stage == 1:
             _add_stem(host, own, common)
         if stage < host.stages:
-            following = [block for block in host.blocks if block.stage == stage + 1]
+            following = [unit for unit in units if unit.stage == stage + 1]
             limit = min(host.calls[block.module].start for block in following)
             last = [own[-1].name] if len({_resolution(host, block) for block in own}) == 1 else []
             for name in [*ends[stage - 1 : stage], common, *last]:
@@ -267,7 +296,7 @@ def _common_parent(names: list[str]) -> str:
 
 def _ends_stage(host: Host, name: str, own: list[Block], limit: int) -> bool:
     call = host.calls.get(host.model.get_submodule(name))
-    if not name or call is None or call.shape is None or len(call.shape) != 4:
+    if not name or call is None or not call.gives_map:
         return False
     if walks_children(host.model.get_submodule(name)):
         return False
@@ -292,7 +321,7 @@ def walks_children(module: nn.Module) -> bool:
 def _add_stem(host: Host, own: list[Block], common: str) -> None:
     """The input of the stage's module, or of its first block, unless it is the image itself."""
     last = max(host.calls[block.module].end for block in own)
-    after = [b for b in host.blocks if b.stage > 1]
+    after = [b for b in (*host.blocks, *host.gaps) if b.stage > 1]
     limit = min((host.calls[b.module].start for b in after), default=last + (1 << 30))
     for name in (common, own[0].name):
         call = host.calls.get(host.model.get_submodule(name))
@@ -300,8 +329,9 @@ def _add_stem(host: Host, own: list[Block], common: str) -> None:
             continue
         if walks_children(host.model.get_submodule(name)):
             continue
-        value: Any = next(iter(call.arguments.values()), None)
-        if isinstance(value, Tensor) and value.ndim == 4 and _is_past_a_layer(host, call):
+        first, value = next(iter(call.arguments.items()), ("", None))
+        if first in call.maps and _is_past_a_layer(host, call):
+            assert isinstance(value, Tensor)
             host.ends.append(place_at(name, "stem", tuple(value.shape), 1))
             return
 
@@ -326,6 +356,6 @@ def _read_slots(host: Host) -> None:
             block = Block(owner, host.model.get_submodule(owner), {})
             owners.setdefault(owner, block).shapes[slot.site] = shape
     host.blocks = sorted(owners.values(), key=lambda block: host.calls[block.module].start)
-    keys = _layer_numbers(host) or _resolution_runs(host)
+    keys = _layer_numbers(host.blocks) or _resolution_runs(host, host.blocks)
     for block, key in zip(host.blocks, keys, strict=True):
         block.stage = key

@@ -44,6 +44,7 @@ class Flow:
         self.module = module
         self.graph = traced.graphs[training]
         self.shapes = traced.shapes
+        self.maps = traced.maps
         self.nodes = self._flowing()
         self.waypoints = self._waypoints()
 
@@ -89,7 +90,7 @@ class Flow:
         return self.module.get_submodule(str(node.target)) if node.op == "call_module" else None
 
     def is_map(self, node: fx.Node | None) -> bool:
-        return node is not None and len(self.shapes.get(node) or ()) == 4
+        return node in self.maps
 
     def edge(self, node: fx.Node, users: tuple[fx.Node, ...] | None = None) -> Edge:
         return Edge(node, self.shapes[node] or (), users)

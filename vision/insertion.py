@@ -239,7 +239,8 @@ def insert(
             that cannot be followed; nothing is changed then.
     """
     _refuse_wrapped(model)
-    wanted = [Insertion.parse(i) if isinstance(i, str) else i for i in insertions]
+    wanted = [_insertion(i) for i in insertions]
+    _refuse_inner_card(model)
     with without_slots(model) as installed:
         host = read(model, img_size)
         plan = [(place, insertion) for insertion in wanted for place in _chosen(host, insertion)]
@@ -268,13 +269,15 @@ def insert_listed(model: nn.Module, insertions: Sequence[str]) -> None:
 
 def remove_insertions(model: nn.Module) -> None:
     """Takes all inserted modules out again; the model is as it was, class by class."""
+    _refuse_wrapped(model, "remove insertions")
     for module in list(model.modules()):
         if has_slots(module):
             uninstall(module)
     for _, slot in slots(model):
         slot._modules.clear()
-    model.__dict__.pop("_insertions", None)
-    _note(model)
+    for module in model.modules():
+        if module.__dict__.pop("_insertions", None) is not None:
+            _note(module)
 
 
 def inserted(model: nn.Module) -> dict[str, nn.Module]:
@@ -293,6 +296,22 @@ def insertions_of(model: nn.Module) -> tuple[Insertion, ...]:
     return tuple(model.__dict__.get("_insertions", ()))
 
 
+def _insertion(given: Any) -> Insertion:
+    if isinstance(given, str):
+        return Insertion.parse(given)
+    if not isinstance(given, Insertion):
+        raise TypeError(f"an insertion is an Insertion or a text such as se@pre, not {given!r}")
+    return given
+
+
+def _refuse_inner_card(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if name and isinstance(getattr(module, "card", None), ModelCard):
+            raise ValueError(
+                f"insert into {name} itself: it has a card, which must tell its insertions"
+            )
+
+
 def _note(model: nn.Module) -> None:
     """The card tells the insertions, so that a saved model can be made again."""
     card = getattr(model, "card", None)
@@ -303,14 +322,14 @@ def _note(model: nn.Module) -> None:
         model.card = replace(card, options=told)  # type: ignore[assignment]
 
 
-def _refuse_wrapped(model: nn.Module) -> None:
+def _refuse_wrapped(model: nn.Module, what: str = "insert") -> None:
     wrappers = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule"}
     names = {kind.__name__ for kind in type(model).__mro__}
     if names & wrappers:
-        raise ValueError(f"insert before the model is wrapped in {sorted(names & wrappers)[0]}")
+        raise ValueError(f"{what} before the model is wrapped in {sorted(names & wrappers)[0]}")
     compiled = any(m._compiled_call_impl is not None for m in model.modules())
     if "OptimizedModule" in names or compiled:
-        raise ValueError("insert first, and compile the model afterwards")
+        raise ValueError(f"{what} first, and compile the model afterwards")
 
 
 # From an insertion to places
@@ -352,24 +371,12 @@ def _every(host: Host, stage: int, every: int) -> list[Block]:
 
 def _refuse_gaps(host: Host, insertion: Insertion) -> None:
     """A block that could not be followed must not go without silently."""
-    kinds = {type(block.module) for block in host.blocks}
-    for name in host.refused:
-        if type(host.model.get_submodule(name)) in kinds:
-            raise ValueError(f"{insertion}: {_refusal(host, name)}")
-
-
-def _refusal(host: Host, name: str) -> str:
-    module = host.model.get_submodule(name)
-    child = next((n for n, m in module.named_modules() if m in host.calls and n), "")
-    path = ".".join(part for part in (name, child) if part)
-    return (
-        f"{name or 'the model'} ({type(module).__name__}) cannot be followed at "
-        f"{host.refused[name]}; insert after a module instead, site={_dotted(path)!r}"
-    )
-
-
-def _dotted(path: str) -> str:
-    return path if "." in path else f".{path}"
+    gaps = [gap for gap in host.gaps if gap.stage in _stages(host, insertion)]
+    if gaps:
+        others = sorted({b.stage for b in host.blocks} - {gap.stage for gap in host.gaps})
+        stages = f"; stages without such blocks: {', '.join(map(str, others))}" if others else ""
+        lines = [host.refusal(gap.name) for gap in gaps]
+        raise ValueError("\n  ".join([f"{insertion}: no way into every block{stages}", *lines]))
 
 
 def _no_place(host: Host, insertion: Insertion, stages: list[int]) -> str:
@@ -382,9 +389,7 @@ def _no_place(host: Host, insertion: Insertion, stages: list[int]) -> str:
     lines = [f"{insertion}: {type(host.model).__name__} has no such place. Legal sites:"]
     lines += [*list(legal)[:6], *([f"of the network: {', '.join(ends)}"] if ends else [])]
     lines += ["or after any module: site='layer3.2.conv2'"]
-    inner = [n for n in host.refused if not any(o.startswith(f"{n}.") for o in host.refused if n)]
-    if not host.blocks:
-        lines += [_refusal(host, name) for name in inner[-3:]]
+    lines += [host.refusal(gap.name) for gap in host.gaps[:3]]
     return "\n  ".join(lines)
 
 
@@ -396,9 +401,12 @@ def _after_module(host: Host, site: str) -> Place:
         hint = f"; nearest: {', '.join(near)}" if near else ""
         raise ValueError(f"{type(host.model).__name__} has no module {path!r}{hint}")
     call = host.calls.get(modules[path])
-    if call is None or call.shape is None or len(call.shape) != 4:
+    if call is None or call.shape is None or not call.gives_map:
         what = "did not run" if call is None else f"gives {call.shape or 'no single tensor'}"
-        raise ValueError(f"site {site!r}: {path} {what}; an inserted module needs one (b c y x)")
+        known = ", not known to be one" if call and len(call.shape or ()) == 4 else ""
+        raise ValueError(
+            f"site {site!r}: {path} {what}{known}; an inserted module needs one (b c y x)"
+        )
     if walks_children(modules[path]):
         raise ValueError(f"site {site!r}: {path} loops over its children; name the last of them")
     return Place(f"{path}.output", site, 0, call.shape[1], (call.shape[2], call.shape[3]))

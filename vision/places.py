@@ -46,10 +46,14 @@ class Place:
 
 
 class SiteTable(Sequence[Place]):
-    """The places of a model, in the order of its forward pass; prints as a table."""
+    """The places of a model, in the order of its forward pass; prints as a table.
 
-    def __init__(self, places: Iterable[Place]) -> None:
+    Below the rows it tells which blocks could not be followed and have no places.
+    """
+
+    def __init__(self, places: Iterable[Place], refused: Iterable[str] = ()) -> None:
         self._places = tuple(places)
+        self._refused = tuple(refused)
 
     @overload
     def __getitem__(self, index: int) -> Place: ...
@@ -87,7 +91,7 @@ class SiteTable(Sequence[Place]):
             left = (cell.ljust(width) for cell, width in zip(row[:2], widths[:2], strict=True))
             right = (cell.rjust(width) for cell, width in zip(row[2:], widths[2:], strict=True))
             lines.append("  ".join((*left, *right)))
-        return "\n".join(lines)
+        return "\n".join((*(lines if rows else ()), *self._refused))
 
 
 @dataclass
@@ -132,6 +136,7 @@ class Host:
         calls: The first call of each module.
         reader: Of its blocks.
         blocks: Those with sites, in order.
+        gaps: Those that could not be followed and may hide some.
         ends: Places before the first stage and after each but the last.
         refused: Reasons why modules could not be followed, by name.
     """
@@ -140,12 +145,33 @@ class Host:
     calls: dict[nn.Module, Call]
     reader: Reader
     blocks: list[Block] = field(default_factory=list)
+    gaps: list[Block] = field(default_factory=list)
     ends: list[Place] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
 
     @property
     def stages(self) -> int:
-        return max((block.stage for block in self.blocks), default=0)
+        return max((block.stage for block in (*self.blocks, *self.gaps)), default=0)
+
+    def refusal(self, name: str) -> str:
+        """Why a module was refused, and what can be done instead."""
+        module = self.model.get_submodule(name)
+        return (
+            f"{name or 'the model'} ({type(module).__name__}) cannot be followed: "
+            f"{self.refused[name]}; {self.way_out(name)}"
+        )
+
+    def way_out(self, name: str) -> str:
+        """An offer to insert after a convolution that a module holds."""
+        module = self.model.get_submodule(name)
+        maps = [n for n, m in module.named_modules() if n and self._gives_map(m)]
+        convs = [n for n in maps if isinstance(module.get_submodule(n), nn.Conv2d)]
+        path = ".".join(part for part in (name, *(convs or maps)[:1]) if part)
+        site = path if "." in path else f".{path}"
+        return f"insert after a module instead, as in site={site!r}"
+
+    def _gives_map(self, module: nn.Module) -> bool:
+        return module in self.calls and self.calls[module].gives_map
 
     def table(self) -> SiteTable:
         """All places, in order."""
@@ -154,4 +180,4 @@ class Host:
             for block in self.blocks:
                 found += block.places() if block.stage == stage else []
             found += [p for p in self.ends if p.site == "between_stages" and p.stage == stage]
-        return SiteTable(found)
+        return SiteTable(found, [self.refusal(gap.name) for gap in self.gaps])

@@ -6,11 +6,13 @@ Shapes: b batch, c y x channels/rows/columns.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+
+from zoo.layers.tap import Tap
 
 SITES = {
     "stem": "input of the first stage",
@@ -75,13 +77,20 @@ class FromIdentity(nn.Module):
     """x + scale * (module(x) - x), where a learned scale starts at 0: at first the identity.
 
     ReZero, arXiv 2003.04887, around a whole module. The module itself learns from the second
-    update on, when the scale has left zero.
+    update on, when the scale has left zero. A tap of the module that shows its gate shows from now
+    on what that gate amounts to here: x times g becomes x times 1 + scale * (g - 1).
     """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
         self.scale = nn.Parameter(torch.zeros(1))
+        tap = getattr(module, "tap", None)
+        if isinstance(tap, Tap) and tap.kind == "gate":
+            scaled = _ScaledTap(self)
+            for part in list(module.modules()):
+                if part._modules.get("tap") is tap:
+                    part.tap = scaled
 
     @property
     def kind(self) -> str:
@@ -90,6 +99,30 @@ class FromIdentity(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(b c y x) -> (b c y x)"""
         return x + (self.scale * (self.module(x) - x)).to(x.dtype)
+
+
+class _ScaledTap(Tap):
+    """Shows the factor, or the added term, that is left of a module's own inside `FromIdentity`."""
+
+    def __init__(self, owner: FromIdentity) -> None:
+        super().__init__("gate")
+        self._owner = (owner,)  # no child: the owner contains this tap
+
+    def record(self, compute: Callable[[], Tensor]) -> None:
+        super().record(lambda: self._left_of(compute()))
+
+    def shown_range(self, low: float, high: float) -> tuple[float, float]:
+        """The limits of what is shown, at the present scale, from the gate's own."""
+        if not self._owner[0].scale.any():
+            return 1.0, 1.0
+        ends = self._left_of(torch.tensor([low, high])).tolist()
+        return min(ends), max(ends)
+
+    def _left_of(self, gate: Tensor) -> Tensor:
+        owner = self._owner[0]
+        scale = owner.scale.detach().to(gate.device)
+        rest = 0 if getattr(owner.module, "adds", False) else 1
+        return rest + scale * (gate - rest)
 
 
 def kind_of(module: nn.Module) -> str:

@@ -75,13 +75,29 @@ def _edited(host: Host, block: Block, sites: set[str]) -> Forward:
             if not hidden - {None}:
                 break
             expand |= {name for name in hidden if name is not None}
-        for mode, graph in traced.graphs.items():
-            edit(graph, edges[mode], sites)
-    except (TraceError, KeyError) as error:
-        raise ValueError(f"{block.name} ({block.kind}) cannot be edited: {error}") from error
+    except TraceError as error:
+        raise _refused(host, block, str(error)) from error
+    for mode, graph in traced.graphs.items():
+        missing = sorted(sites - set(edges[mode]))
+        if missing:
+            way = "in training" if mode else "with its children opened"
+            raise _refused(host, block, f"{way} it has no place {', '.join(missing)}")
+        edit(graph, edges[mode], sites)
     forward = forward_of(traced, block.kind)
-    _prove(block, call, forward, sites)
+    if not _is_proved(block, call, forward, sites):
+        reason = (
+            f"it overwrites a tensor in place that another path reads, and "
+            f"{', '.join(sorted(sites))} would change what it computes"
+        )
+        raise _refused(host, block, reason)
     return forward
+
+
+def _refused(host: Host, block: Block, reason: str) -> ValueError:
+    name = block.name or "the model"
+    return ValueError(
+        f"{name} ({block.kind}) cannot be edited: {reason}; {host.way_out(block.name)}"
+    )
 
 
 class _Copy(nn.Module):
@@ -89,8 +105,8 @@ class _Copy(nn.Module):
         return x.clone()
 
 
-def _prove(block: Block, call: Call, forward: Forward, sites: set[str]) -> None:
-    """Fails where the host relies on a tensor that it overwrites being the same on both sides."""
+def _is_proved(block: Block, call: Call, forward: Forward, sites: set[str]) -> bool:
+    """Not where the host relies on a tensor that it overwrites being the same on both sides."""
     module = block.module
     before = run(module, call, module.forward)
     for site in sites:
@@ -100,12 +116,7 @@ def _prove(block: Block, call: Call, forward: Forward, sites: set[str]) -> None:
     finally:
         for site in sites:
             del module._modules[f"slot_{site}"]
-    if not same(before, after):
-        raise ValueError(
-            f"{block.name} ({block.kind}) overwrites a tensor in place that another path reads: "
-            f"{', '.join(sorted(sites))} would change what it computes; "
-            f"insert after a module instead, as in site={block.name + '.conv1'!r}"
-        )
+    return same(before, after)
 
 
 # Classes with slots

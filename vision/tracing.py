@@ -10,9 +10,10 @@ from __future__ import annotations
 import inspect
 import itertools
 import linecache
+import operator
 import traceback
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_map
+
+from vision.layout import Layouts
+from vision.watching import SideEffect, watching, refuse_context
 
 Forward = Callable[..., Any]
 
@@ -37,12 +41,20 @@ class Call:
         start: Place among the starts and ends of all calls.
         end: The same of its return.
         shape: Of the output; None where it is not one tensor.
+        maps: Names of the arguments that are known to be maps (b c y x).
+        gives_map: Whether the output is known to be one.
     """
 
     arguments: dict[str, Any]
     start: int
     end: int = -1
     shape: tuple[int, ...] | None = None
+    maps: frozenset[str] = frozenset()
+    gives_map: bool = False
+
+    @property
+    def has_map(self) -> bool:
+        return self.gives_map or bool(self.maps)
 
 
 @dataclass
@@ -51,39 +63,51 @@ class Traced:
 
     Attributes:
         graphs: By training flag; one for evaluation alone where training changes nothing.
+        expand: Names of the children that were followed inside too.
         shapes: Of each node: a shape for a tensor, () for a collection of tensors, None for
             anything else.
+        maps: Nodes whose values are known to be maps (b c y x).
     """
 
     graphs: dict[bool, fx.Graph]
+    expand: frozenset[str] = frozenset()
     shapes: dict[fx.Node, tuple[int, ...] | None] = field(default_factory=dict)
+    maps: set[fx.Node] = field(default_factory=set)
 
 
 def record(model: nn.Module, inputs: Tensor) -> dict[nn.Module, Call]:
     """The first call of each module in an evaluation pass; changes no state of the model."""
     calls: dict[nn.Module, Call] = {}
+    values: dict[nn.Module, tuple[dict[str, Any], Any]] = {}
     clock = itertools.count()
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if module not in calls:
-            calls[module] = Call(_bound(module, args, kwargs), next(clock))
+            arguments = _bound(module, args, kwargs)
+            calls[module] = Call(tree_map(_outline, arguments), next(clock))
+            values[module] = arguments, None
 
     def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         call = calls[module]
         if call.end < 0:
             call.end = next(clock)
             call.shape = tuple(output.shape) if isinstance(output, Tensor) else None
+            values[module] = values[module][0], output
 
     handles = []
     for module in model.modules():
         handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
         handles.append(module.register_forward_hook(leave))
     try:
-        with evaluating(model), torch.no_grad():
+        with evaluating(model), torch.no_grad(), Layouts() as layouts:
             model(inputs)
     finally:
         for handle in handles:
             handle.remove()
+    for module, (arguments, output) in values.items():
+        named = [name for name, value in arguments.items() if layouts.is_map(value)]
+        calls[module].maps = frozenset(named)
+        calls[module].gives_map = layouts.is_map(output)
     return calls
 
 
@@ -94,19 +118,15 @@ def _bound(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     kinds = {name: p.kind for name, p in bound.signature.parameters.items()}
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return {
-        name: _outline(value)
+        name: tree_map(lambda part: part, value)  # lists as they are now
         for name, value in bound.arguments.items()
         if kinds[name] not in variable or value
     }
 
 
-def _outline(value: Any) -> Any:
-    """Shape, type and device of tensors without their values, and lists as they are now."""
-
-    def one(part: Any) -> Any:
-        return part.new_zeros(()).expand(part.shape) if isinstance(part, Tensor) else part
-
-    return tree_map(one, value)
+def _outline(part: Any) -> Any:
+    """Shape, type and device of a tensor without its values."""
+    return part.new_zeros(()).expand(part.shape) if isinstance(part, Tensor) else part
 
 
 @contextmanager
@@ -136,23 +156,43 @@ def trace(
         TraceError: The forward cannot be followed.
     """
     modes = {part: part.training for part in module.modules()}
-    before = set(module.__dict__)
     try:
         graphs = {}
         for mode in (False, True) if training else (False,):
             for name in ("", *expand):
                 module.get_submodule(name).training = mode
-            graphs[mode] = _Tracer(call.arguments, expand).trace(module)
+            with watching(module):
+                graphs[mode] = _Tracer(call.arguments, expand).trace(module)
+    except SideEffect as error:
+        raise TraceError(str(error)) from error
     except Exception as error:
         raise TraceError(_describe(error)) from error
     finally:
         for part, mode in modes.items():
             part.training = mode
-        for name in set(module.__dict__) - before:
-            del module.__dict__[name]
     if training and _source(graphs[True]) == _source(graphs[False]):
         del graphs[True]
-    return Traced(graphs)
+    return Traced(graphs, expand)
+
+
+class _Proxy(fx.Proxy):
+    """Overwrites where the forward does: fx makes `x += y` a sum of its own."""
+
+    def _overwrite(self, operation: Any, other: Any) -> fx.Proxy:
+        made: fx.Proxy = self.tracer.create_proxy("call_function", operation, (self, other), {})
+        return made
+
+    def __iadd__(self, other: Any) -> fx.Proxy:  # type: ignore[misc]
+        return self._overwrite(operator.iadd, other)
+
+    def __isub__(self, other: Any) -> fx.Proxy:  # type: ignore[misc]
+        return self._overwrite(operator.isub, other)
+
+    def __imul__(self, other: Any) -> fx.Proxy:  # type: ignore[misc]
+        return self._overwrite(operator.imul, other)
+
+    def __itruediv__(self, other: Any) -> fx.Proxy:  # type: ignore[misc]
+        return self._overwrite(operator.itruediv, other)
 
 
 class _Tracer(fx.Tracer):
@@ -182,6 +222,13 @@ class _Tracer(fx.Tracer):
             args.append(_like(value, self.create_proxy("placeholder", name, default, {})))
         return root_fn, args
 
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _Proxy(node, self)
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        refuse_context()
+        return super().create_node(*args, **kwargs)
+
     def create_arg(self, a: Any) -> Any:
         if isinstance(a, Tensor) and not isinstance(a, nn.Parameter) and not self._knows(a):
             raise TypeError(f"the forward makes a tensor {tuple(a.shape)} of its own")
@@ -206,7 +253,8 @@ def _describe(error: Exception) -> str:
         for frame in traceback.extract_tb(error.__traceback__)
         if "/torch/" not in frame.filename.replace("\\", "/") and frame.filename != __file__
     ]
-    where = f"`{own[-1].line}` ({own[-1].name}, line {own[-1].lineno}): " if own else ""
+    line = f"`{own[-1].line}` " if own and own[-1].line else ""
+    where = f"{line}({own[-1].name}, line {own[-1].lineno}): " if own else ""
     return f"{where}{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
 
@@ -217,26 +265,37 @@ def check(module: nn.Module, call: Call, traced: Traced) -> None:
         TraceError: The graph gives something else than the module.
     """
     try:
-        wanted, _ = run(module, call, module.forward)
         for training, graph in traced.graphs.items():
-            runner = _ShapeInterpreter(module, graph)
-            with _same_random_numbers(module):  # dropout as a function draws some
-                run(module, call, runner.run)
+            active = ("", *traced.expand) if training else ()
+            runner = _ShapeInterpreter(module, graph, call)
+            with _same_random_numbers(module):
+                wanted, _ = run(module, call, module.forward, active)
+            with _same_random_numbers(module), runner.layouts:
+                run(module, call, runner.run, active)
             traced.shapes |= runner.shapes
-            if not training:
-                _compare(runner.returned, wanted)
+            traced.maps |= runner.maps()
+            _compare(runner.returned, wanted)
     except Exception as error:
         reason = str(error).splitlines()[0]
         raise TraceError(f"the traced forward differs from the real one: {reason}") from error
 
 
-def _same_random_numbers(module: nn.Module) -> Any:
+@contextmanager
+def _same_random_numbers(module: nn.Module) -> Iterator[None]:
+    """The same in each of two runs, for dropout as a function."""
     devices = {p.device for p in module.parameters() if p.is_cuda}
-    return torch.random.fork_rng(devices=devices)
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(0)
+        yield
 
 
-def run(module: nn.Module, call: Call, forward: Forward) -> tuple[Any, Any]:
-    """Outputs, and the arguments afterwards, of a call in evaluation with random tensors."""
+def run(
+    module: nn.Module, call: Call, forward: Forward, training: Iterable[str] = ()
+) -> tuple[Any, Any]:
+    """Outputs, and the arguments afterwards, of a call with random tensors.
+
+    All is in evaluation but the parts of the module that `training` names.
+    """
     generator = torch.Generator().manual_seed(0)
 
     def random(value: Any) -> Any:
@@ -246,6 +305,8 @@ def run(module: nn.Module, call: Call, forward: Forward) -> tuple[Any, Any]:
 
     copies = tree_map(random, call.arguments)
     with evaluating(module), torch.no_grad():
+        for name in training:
+            module.get_submodule(name).training = True
         return forward(*copies.values()), copies
 
 
@@ -263,8 +324,11 @@ def _compare(one: Any, other: Any) -> None:
 
 
 class _ShapeInterpreter(fx.Interpreter):
-    def __init__(self, module: nn.Module, graph: fx.Graph) -> None:
+    def __init__(self, module: nn.Module, graph: fx.Graph, call: Call) -> None:
         super().__init__(module, graph=graph)
+        self.call = call
+        self.layouts = Layouts()
+        self.values: dict[fx.Node, Any] = {}
         self.shapes: dict[fx.Node, tuple[int, ...] | None] = {}
         self.returned: Any = None
         self.extra_traceback = False
@@ -281,9 +345,18 @@ class _ShapeInterpreter(fx.Interpreter):
             self.shapes[n] = ()
         else:
             self.shapes[n] = None
+        self.values[n] = value
+        if n.op == "placeholder" and n.target in self.call.maps:
+            self.layouts.mark(value)
         if n.op == "output":
             self.returned = value
+            if self.call.gives_map:
+                self.layouts.mark(value)
         return value
+
+    def maps(self) -> set[fx.Node]:
+        """The nodes whose values are known to be maps."""
+        return {node for node, value in self.values.items() if self.layouts.is_map(value)}
 
 
 def _source(graph: fx.Graph) -> str:

@@ -6,6 +6,7 @@ They are the libraries' own classes with their own state-dict keys, and bring a 
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -110,20 +111,21 @@ def _torchvision(name: str) -> Host:
     ) -> nn.Module:
         from torchvision.models import get_model
 
+        _check_options(f"torchvision:{name}", model_name, options)
         if model_name in ("googlenet", "inception_v3"):
             options = {"init_weights": True, "aux_logits": False, **options}
         given = dict(options)
         if img_size is not None and model_name.startswith("vit_"):  # others take any size
             given["image_size"] = img_size
-        try:
-            model = get_model(model_name, weights=None, num_classes=num_classes, **given)
-        except TypeError as error:
-            raise TypeError(f"torchvision:{name}: {error}") from error
+        model = get_model(model_name, weights=None, num_classes=max(1, num_classes), **given)
         _tell_ends(model)
         if in_chans != 3:
             _change_stem(model, in_chans)
         sizes = {"num_classes": num_classes, "in_chans": in_chans, "img_size": img_size}
-        return _with_card(model, {**options, **sizes})
+        model = _with_card(model, {**options, **sizes})
+        if num_classes < 1:
+            model.reset_classifier(num_classes)  # type: ignore[operator]
+        return model
 
     if trained is None:
         return Host(build, _UNTRAINED, None)
@@ -158,16 +160,72 @@ def _of_weights(weights: Any) -> Preprocessing:
     )
 
 
+def _check_options(name: str, model_name: str, options: dict[str, Any]) -> None:
+    """torchvision's functions let options that they do not know pass."""
+    from torchvision.models import get_model
+
+    if not options:
+        return
+    with torch.device("meta"):
+        kind = type(get_model(model_name, weights=None))
+    valid = [p for p in inspect.signature(kind.__init__).parameters if p not in ("self", "kwargs")]
+    wrong = [option for option in options if option not in valid]
+    if wrong:
+        raise TypeError(f"{name} has no option {wrong[0]!r}; valid: {', '.join(valid)}")
+
+
+class Ends(nn.Module):
+    """What timm's classifiers tell of their first and last layer, added to a torchvision network.
+
+    Attributes:
+        first_conv: Name of the module that reads the image.
+        classifier_name: Name of the module that gives the classes.
+        num_features: Channels that this one reads.
+    """
+
+    first_conv: str
+    classifier_name: str
+    num_classes: int
+    num_features: int
+    card: ModelCard
+
+    def get_classifier(self) -> nn.Module:
+        return self.get_submodule(self.classifier_name)
+
+    def reset_classifier(self, num_classes: int) -> None:
+        """Another number of classes, with new weights; 0 leaves the features."""
+        if num_classes < 0:
+            raise ValueError(f"num_classes ({num_classes}) must not be negative")
+        pointwise = isinstance(self.get_classifier(), nn.Conv2d)
+        new: nn.Module = nn.Identity()
+        if num_classes and pointwise:
+            new = nn.Conv2d(self.num_features, num_classes, 1)
+        elif num_classes:
+            new = nn.Linear(self.num_features, num_classes)
+        _put(self, self.classifier_name, new.to(next(self.parameters())))
+        self.num_classes = num_classes
+        self.card = self.card.with_options(num_classes=num_classes)
+
+
 def _tell_ends(model: nn.Module) -> None:
-    """Notes where images come in and classes go out, as timm's models do."""
     convolutions = [name for name, m in model.named_modules() if isinstance(m, nn.Conv2d)]
-    outputs = [name for name, m in model.named_modules() if isinstance(m, (nn.Linear, nn.Conv2d))]
-    model.first_conv, model.classifier_name = convolutions[0], outputs[-1]
+    outputs: Any = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear | nn.Conv2d)}
+    name, last = list(outputs.items())[-1]
+    kind = type(model)
+    model.__class__ = type(kind.__name__, (Ends, kind), {"__module__": kind.__module__})
+    linear = isinstance(last, nn.Linear)
+    model.first_conv, model.classifier_name = convolutions[0], name
+    model.num_features = last.in_features if linear else last.in_channels
+    model.num_classes = last.out_features if linear else last.out_channels
+
+
+def _put(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, module)
 
 
 def _change_stem(model: nn.Module, in_chans: int) -> None:
     name = str(model.first_conv)
-    parent, _, child = name.rpartition(".")
     old: Any = model.get_submodule(name)
     new = nn.Conv2d(
         in_chans,
@@ -181,7 +239,7 @@ def _change_stem(model: nn.Module, in_chans: int) -> None:
     nn.init.kaiming_normal_(new.weight, mode="fan_out", nonlinearity="relu")
     if new.bias is not None:
         nn.init.zeros_(new.bias)
-    setattr(model.get_submodule(parent), child, new)
+    _put(model, name, new)
 
 
 def _with_card(model: nn.Module, options: dict[str, Any]) -> nn.Module:

@@ -90,6 +90,8 @@ class Merge:
     def _added(self) -> set[str]:
         """Weights of modules that were put into the model, where the source has none of them."""
         state, added = self.state, set()
+        if self.source.card is not None and self.source.card.options.get("insertions"):
+            return added  # they must agree
         for name, module in self.model.named_modules():
             if getattr(module, "may_be_absent", False):
                 own = {key for key in state if key.startswith(f"{name}.")}
@@ -252,6 +254,9 @@ class Merge:
         ours = getattr(getattr(self.model, "card", None), "architecture", None)
         if theirs and ours and theirs != ours:
             return f"the source is a {theirs}, the model a {ours}"
+        added = self.source.card.options.get("insertions") if self.source.card else None
+        if added and only_source:
+            return f"the source has insertions: create the model with insertions={added!r}"
         if different := self._other_options():
             return f"other options: {different}"
         for key in only_source:
@@ -317,9 +322,6 @@ def _key_of_stem(model: nn.Module) -> str | None:
 def _name_of_head(model: nn.Module) -> str | None:
     get_classifier = getattr(model, "get_classifier", None)
     head = get_classifier() if callable(get_classifier) else None
-    if head is None:
-        name = getattr(model, "classifier_name", None)  # of a torchvision network
-        return name if isinstance(name, str) else None
     return next((name for name, module in model.named_modules() if module is head), None)
 
 

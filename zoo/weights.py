@@ -70,6 +70,9 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str]) -> Path:
             f"{type(model).__name__} does not know its registered name, so it could not be made "
             f"again; build it with zoo.create_model (zoo.register_model adds your own)"
         )
+    classes = getattr(model, "num_classes", None)
+    if isinstance(classes, int) and card.options.get("num_classes", classes) != classes:
+        card = card.with_options(num_classes=classes)  # a timm network with another classifier
     folder = Path(folder).expanduser()
     _refuse_foreign(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 import zoo
+from recipes import ablate_attention
 from recipes.ablate_insertion import Config, costs, grid, legal, make_plan
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -108,6 +109,14 @@ def test_one_channel_is_nothing_to_weigh(capsys):
 def test_mistakes_are_named(settings, named):
     with pytest.raises(ValueError, match=named):
         names(**settings)
+
+
+@pytest.mark.parametrize("name", ["seeds", "epochs", "batch_size", "workers", "threads"])
+@pytest.mark.parametrize("config", [Config, ablate_attention.Config])
+def test_counts_are_at_least_one(config, name):
+    for value in (0, -2):
+        with pytest.raises(ValueError, match=rf"^{name} \({value}\) must be at least 1$"):
+            config(out="unused", **{name: value})
 
 
 @pytest.mark.parametrize("name", names())

@@ -205,8 +205,8 @@ def test_two_processes_agree_on_weights_and_running_statistics(tmp_path, ema):
     assert found["val/top1"] == summary(tmp_path / "run")["metrics"]["val/top1"]
 
 
-@pytest.mark.parametrize("host", ["timm:resnet10t", "timm:mobilenetv3_small_050"])
-def test_a_timm_host_trains_saves_and_evaluates(tmp_path, host):
+@pytest.mark.parametrize("host", ["timm:mobilenetv3_small_050", "torchvision:resnet18"])
+def test_a_host_trains_saves_and_evaluates(tmp_path, host):
     flags = [
         "--model", host, "--img-size", "32", "--epochs", "1", "--batch-size", "256",
         "--insert", "se@standard:stages=2,3", "--insert", "eca@post:stages=2",
@@ -228,6 +228,14 @@ def test_training_goes_on_from_trained_weights_into_a_variant(whole, tmp_path):
     host, variant = weights(tmp_path / "host"), weights(tmp_path / "variant")
     for name in (key for key in host if "running" not in key and "tracked" not in key):
         torch.testing.assert_close(variant[name], host[name], msg=name)
+
+
+def test_a_run_with_insertions_goes_on_and_takes_more(whole, tmp_path):
+    flags = [*SMALL, "--epochs", "1", "--model", f"local-dir:{whole / 'model'}"]
+    launch(*flags, "--insert", "srm@pre", "--out", tmp_path / "more")
+    options = json.loads((tmp_path / "more/model/model.json").read_text())["options"]
+    stored = json.loads((whole / "model/model.json").read_text())["options"]["insertions"]
+    assert options["insertions"] == [*stored, "srm@pre"]
 
 
 def test_without_insertions_there_is_nothing_to_look_at(tmp_path):

@@ -8,9 +8,11 @@ from __future__ import annotations
 import copy
 import inspect
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -260,9 +262,9 @@ def test_places_with_one_channel(kind: str) -> None:
 
 
 @every_kind
-@pytest.mark.parametrize("channels", [0, -4, 2.5, True])
+@pytest.mark.parametrize("channels", [0, -4, 2.5, True, "16", None])
 def test_channels_must_be_a_positive_integer(kind: str, channels: Any) -> None:
-    with pytest.raises(ValueError, match=r"channels must be an integer >= 1, got"):
+    with pytest.raises((TypeError, ValueError), match=rf"^channels \({channels!r}\) must be .*at "):
         create_channel_attention(kind, channels)
 
 
@@ -286,41 +288,85 @@ def test_unknown_options_are_refused_with_the_known_ones(kind: str) -> None:
 @pytest.mark.parametrize("kind", [k for k in KINDS if "rd_ratio" in channel_attention_options(k)])
 @pytest.mark.parametrize("rd_ratio", [0, -0.25, 1.5, 16, math.nan, True, "1/4"])
 def test_rd_ratio_out_of_range(kind: str, rd_ratio: Any) -> None:
-    with pytest.raises(ValueError, match=r"rd_ratio must be in \(0, 1\]"):
+    with pytest.raises((TypeError, ValueError), match=r"^rd_ratio .* in \(0, 1\], such as 1/16"):
         create_channel_attention(kind, 32, rd_ratio=rd_ratio)
 
 
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
-        ("se", {"gate": "sigmiod"}, r"gate must be one of sigmoid.*did you mean 'sigmoid'"),
-        ("se", {"squeeze": "avg"}, r"squeeze must be one of mean, max, both, got 'avg'"),
-        ("constant", {"squeeze": "avg"}, r"squeeze must be one of mean, max, both"),
-        ("se", {"min_width": 0}, r"min_width must be an integer >= 1, got 0"),
-        ("se", {"round_to": 0}, r"round_to must be an integer >= 1, got 0"),
-        ("ese", {"gate": "softmax"}, r"gate must be one of .*, got 'softmax'"),
+        (
+            "se",
+            {"gate": "sigmiod"},
+            r"gate \('sigmiod'\) must be .*did you mean 'sigmoid'",
+        ),
+        ("se", {"squeeze": "avg"}, r"squeeze \('avg'\) must be one of mean, max, both"),
+        ("constant", {"squeeze": "avg"}, r"squeeze \('avg'\) must be one of mean, max, both"),
+        ("se", {"min_width": 0}, r"min_width \(0\) must be at least 1"),
+        ("se", {"round_to": 0}, r"round_to \(0\) must be at least 1"),
+        ("ese", {"gate": "softmax"}, r"gate \('softmax'\) must be one of"),
         ("eca", {"kernel_size": 4}, r"kernel_size \(4\) must be odd .* such as 3 or 5"),
-        ("eca", {"kernel_size": 0}, r"kernel_size must be an odd integer >= 1, got 0"),
+        ("eca", {"kernel_size": 0}, r"kernel_size \(0\) must be at least 1"),
         ("eca", {"min_kernel": 2}, r"min_kernel \(2\) must be odd"),
         ("cbam", {"kernel_size": 6}, r"kernel_size \(6\) must be odd"),
-        ("triplet", {"kernel_size": 2.0}, r"kernel_size must be an odd integer >= 1, got 2.0"),
-        ("bam", {"dilation": 0}, r"dilation must be an integer >= 1, got 0"),
-        ("ge", {"extent": 3}, r"extent must be one of \(0, 2, 4, 8, 16\), .* got 3"),
-        ("ge", {"extent": 1}, r"extent must be one of"),
-        ("ge", {"extent": -2}, r"extent must be one of"),
+        ("triplet", {"kernel_size": 2.0}, r"kernel_size \(2\.0\) must be an integer"),
+        ("bam", {"dilation": 0}, r"dilation \(0\) must be at least 1"),
+        ("ge", {"extent": 3}, r"extent \(3\) must be one of \(0, 2, 4, 8, 16\), 0 for"),
+        ("ge", {"extent": 1}, r"extent \(1\) must be one of"),
+        ("ge", {"extent": -2}, r"extent \(-2\) must be at least 0"),
         ("ge", {"learned": True}, r"learned needs an extent of \(2, 4, 8, 16\)"),
         ("gc", {"min_width": 1}, r"min_width \(1\) must be >= 2: LayerNorm over one channel"),
-        ("gc", {"fuse": "sum"}, r"fuse must be one of add, scale, got 'sum'"),
+        ("gc", {"fuse": "sum"}, r"fuse \('sum'\) must be one of add, scale"),
         ("fca", {"num_freq": 17}, r"num_freq \(17\) must be at most 16"),
-        ("fca", {"num_freq": 2.5}, r"num_freq must be an integer >= 1, got 2.5"),
+        ("fca", {"num_freq": 2.5}, r"num_freq \(2\.5\) must be an integer"),
         ("fca", {"dct_size": 8}, r"dct_size \(8\) must be a multiple of 7"),
     ],
 )
 def test_illegal_values_name_argument_value_and_choices(
     kind: str, options: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         create_channel_attention(kind, 16, **options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "option"), [(k, option) for k in KINDS for option in channel_attention_options(k)]
+)
+def test_options_of_a_wrong_type_or_value(kind: str, option: str) -> None:
+    """Whatever the option: a new kind is swept by being registered."""
+    usual = channel_attention_options(kind)[option]
+    wrong: list[Any] = ["no", math.nan, {}, [], object, -3]
+    wrong += [] if option == "eps" else [2.5, 8.0]
+    wrong += [] if usual is None else [None]
+    wrong += [2] if isinstance(usual, bool) else [True]
+    wrong += [0, math.inf] if isinstance(usual, float) else []
+    for value in wrong:
+        with pytest.raises((TypeError, ValueError)) as caught:
+            create_channel_attention(kind, 32, **{option: value})
+        message = str(caught.value)
+        assert re.match(rf"{option} \({re.escape(repr(value))}\) must ", message), message
+
+
+@every_kind
+def test_numbers_of_numpy_are_taken(kind: str) -> None:
+    options = {
+        name: np.asarray(value)[()]
+        for name, value in channel_attention_options(kind).items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }
+    module = create_channel_attention(kind, np.int64(16), **options)
+    usual = create_channel_attention(kind, 16)
+    assert type(module.channels) is int
+    assert {n: p.shape for n, p in module.named_parameters()} == {
+        n: p.shape for n, p in usual.named_parameters()
+    }
+
+
+@pytest.mark.parametrize("kind", [None, 3, ["se"]])
+def test_a_kind_must_be_a_name(kind: Any) -> None:
+    for call in (lambda: create_channel_attention(kind, 16), lambda: min_channels(kind)):
+        with pytest.raises(TypeError, match=rf"^kind \({re.escape(repr(kind))}\) must .*'se'"):
+            call()
 
 
 def test_an_unknown_kind_names_the_nearest_and_all() -> None:

@@ -137,12 +137,30 @@ def test_unknown_names_list_the_known() -> None:
 
 @pytest.mark.parametrize(
     ("name", "channels", "reason"),
-    [("bottleneck", 32, "feature size"), ("sk", 7, "a size does not divide another")],
+    [
+        ("bottleneck", 32, r"feature size.*pass feat_size=\(rows, columns\)"),
+        ("ge", 32, "pass use_mlp=False"),
+        ("sk", 7, "a size does not divide another"),
+    ],
 )
 def test_says_what_timm_cannot_build(name: str, channels: int, reason: str) -> None:
     version = re.escape(timm.__version__)
     with pytest.raises(ValueError, match=f"timm {version} cannot build its .*'{name}'.*{reason}"):
         create_channel_attention(f"timm:{name}", channels)
+
+
+@pytest.mark.parametrize(
+    ("name", "needs"),
+    [
+        ("bat", r"multiples of block_size \(7\)"),
+        ("halo", r"multiples of block_size \(8\)"),
+        ("bottleneck", r"it must have feat_size \(14, 14\)"),
+    ],
+)
+def test_says_which_maps_fit(name: str, needs: str) -> None:
+    message = rf"'timm:{name}' does not fit the map \(2, {CHANNELS}, 9, 14\): .*{needs}"
+    with pytest.raises(ValueError, match=message):
+        build(name)(torch.randn(2, CHANNELS, 9, 14))
 
 
 def test_names_options_that_change_the_shape() -> None:

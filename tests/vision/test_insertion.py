@@ -599,7 +599,7 @@ def test_a_host_that_cannot_be_followed_is_named_with_the_line() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 1), Undecided())
     with pytest.raises(ValueError, match=r"no such place") as error:
         insert(model, "se@standard", img_size=8)
-    assert "1 (Undecided) cannot be followed at `if x.sum() > 1e9:`" in str(error.value)
+    assert "1 (Undecided) cannot be followed: `if x.sum() > 1e9:`" in str(error.value)
     assert "site='1.conv'" in str(error.value)
     insert(model, "se@1.conv", img_size=8)
     assert list(inserted(model)) == ["1.conv.slot_output.0"]
@@ -619,7 +619,7 @@ class Overwriting(nn.Module):
 def test_a_site_that_would_change_an_overwriting_host_is_refused() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 1), Overwriting())
     reference = copy.deepcopy(model)
-    with pytest.raises(ValueError, match=r"overwrites a tensor in place .*: pre would"):
+    with pytest.raises(ValueError, match=r"overwrites a tensor in place .* and pre would"):
         insert(model, "se@pre:init=identity", img_size=8)
     insert(model, "se@standard:init=identity", img_size=8)
     x = torch.randn(1, 3, 8, 8)

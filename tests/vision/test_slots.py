@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from vision.channel_attention import create_channel_attention
 from vision.slots import SITES, FromIdentity, Slot, kind_of, slots
+from zoo.diagnostics import capture_gates, gate_profile, gate_ranges
 
 
 class Scale(nn.Module):
@@ -120,6 +122,73 @@ def test_from_identity_keeps_the_dtype_of_its_input_under_autocast() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(wrapped(x), x)
         assert wrapped(x.bfloat16()).dtype == torch.bfloat16
+
+
+GATED = ["se", "simam", "bam", "gct", "timm:eca", "timm:scoord"]
+
+
+def gated(kind: str, scale: float, **options: str) -> FromIdentity:
+    wrapped = FromIdentity(create_channel_attention(kind, 8, **options)).eval()
+    nn.init.constant_(wrapped.scale, scale)
+    return wrapped
+
+
+def shown(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    with capture_gates(model) as records:
+        model(x)
+    ((gate,),) = records.values()
+    return gate[..., None, None] if gate.ndim == 2 else gate
+
+
+@pytest.mark.parametrize("kind", GATED)
+def test_a_gate_that_starts_from_the_identity_is_shown_as_one(kind: str) -> None:
+    batches = [(torch.randn(4, 8, 5, 6), torch.tensor([0, 1, 0, 1]))]
+    (moments,) = gate_profile(gated(kind, 0.0), batches, 2).values()
+    found = moments.statistics()
+    assert (found.mean, found.channel_spread, found.sample_spread) == (1.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("kind", GATED)
+@pytest.mark.parametrize("scale", [-0.5, 0.25, 1.0])
+def test_from_identity_shows_the_factor_that_multiplies(kind: str, scale: float) -> None:
+    wrapped, x = gated(kind, scale), torch.randn(2, 8, 5, 6)
+    for model in (wrapped, copy.deepcopy(wrapped)):
+        torch.testing.assert_close(x * shown(model, x), model(x))
+    twin = copy.deepcopy(wrapped)
+    nn.init.zeros_(twin.scale)
+    assert (shown(twin, x) == 1).all()
+    assert wrapped.state_dict().keys() == {
+        "scale", *(f"module.{n}" for n in create_channel_attention(kind, 8).state_dict())
+    }  # fmt: skip
+
+
+def test_from_identity_shows_the_term_that_is_added() -> None:
+    wrapped, x = gated("gc", 0.5), torch.randn(2, 8, 5, 6)
+    nn.init.normal_(wrapped.module.fc2.weight)
+    torch.testing.assert_close(x + shown(wrapped, x), wrapped(x))
+    assert list(gate_ranges(wrapped).values()) == [None]
+
+
+@pytest.mark.parametrize(
+    ("gate", "scale", "limits"),
+    [
+        ("sigmoid", 0.25, (0.75, 1.0)),
+        ("sigmoid", -0.5, (1.0, 1.5)),
+        ("tanh", 0.5, (0.0, 1.0)),
+        ("relu", 0.5, (0.5, float("inf"))),
+        ("relu", -0.5, (float("-inf"), 1.5)),
+        ("relu", 0.0, (1.0, 1.0)),
+    ],
+)
+def test_the_limits_follow_the_scale(gate: str, scale: float, limits: tuple[float, float]) -> None:
+    assert list(gate_ranges(gated("se", scale, gate=gate)).values()) == [limits]
+
+
+def test_from_identity_compiles_into_one_graph() -> None:
+    torch._dynamo.reset()
+    wrapped, x = gated("se", 0.5), torch.randn(2, 8, 5, 6)
+    compiled = torch.compile(wrapped, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), wrapped(x))
 
 
 def test_kinds_and_names() -> None:

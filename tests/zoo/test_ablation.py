@@ -6,6 +6,7 @@ import csv
 import doctest
 import json
 import math
+import re
 import signal
 import subprocess
 import sys
@@ -30,6 +31,7 @@ from zoo.ablation import (
     smallest_difference,
     summarise,
 )
+from zoo.ablation.forecast import difference_line
 
 RECIPE = '''
 """Counts to --steps and saves each; the result depends on seed and effect only."""
@@ -392,6 +394,26 @@ def test_smallest_difference():
     for bad in ({"n": 1}, {"sd": -1.0}, {"alpha": 0.0}, {"power": 1.0}):
         with pytest.raises(ValueError, match=next(iter(bad))):
             smallest_difference(**{"sd": 1.0, "n": 5, **bad})
+
+
+@pytest.mark.parametrize(
+    ("metric", "scale", "said"),
+    [
+        ("val/top1", 1.0, r": 41 in val/top1 \("),
+        ("val/top1", 8.0, r": none, n = 2 is too small .*: .* 327 points of val/top1 \("),
+        ("val/loss", 8.0, r": 327 in val/loss \("),
+    ],
+)
+def test_a_difference_beyond_the_metric_is_said_to_be_none(metric, scale, said):
+    variants = [plan.Variant("base"), plan.Variant("x")]
+    ours = plan.Plan("recipe.py", variants, range(2), baselines=["base"], metric=metric)
+    values = {"base": (50.0, 50.0), "x": (50.0, 50.0 + scale * 5.0)}
+    rows = [
+        {"variant": name, "seed": seed, "metrics": {metric: value}}
+        for name, pair in values.items()
+        for seed, value in enumerate(pair)
+    ]
+    assert re.search(said, difference_line(ours, rows)), difference_line(ours, rows)
 
 
 def simulated(rng, variants: int, seeds: int, effect: float = 0.0, step: float = 0.0):

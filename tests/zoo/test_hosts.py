@@ -28,7 +28,9 @@ def test_is_the_librarys_own_network(name: str) -> None:
     peer.load_state_dict(model.state_dict())
     x = torch.randn(2, 3, 64, 64)
     assert torch.equal(model.eval()(x), peer.eval()(x))
-    assert type(model) is type(peer)
+    assert isinstance(model, type(peer))
+    assert model.num_classes == 5
+    assert len(model.get_classifier().weight) == 5
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -137,3 +139,27 @@ def test_ends_of_torchvision_networks_are_found(name: str) -> None:
     assert 3 in (getattr(head, "out_features", None), getattr(head, "out_channels", None))
     assert model.eval()(torch.randn(1, 1, 64, 64)).shape == (1, 3)
     assert set(hosts.HOSTS) == {"timm", "torchvision"}
+
+
+@pytest.mark.parametrize("name", ["timm:resnet10t", "torchvision:resnet18", "torchvision:vgg11"])
+def test_another_classifier_is_saved(name: str, tmp_path: Path) -> None:
+    model: Any = zoo.create_model(name, num_classes=4, img_size=64)
+    model.reset_classifier(7)
+    again = zoo.create_model(f"local-dir:{zoo.save_pretrained(model, tmp_path / 'model')}")
+    x = torch.randn(1, 3, 64, 64)
+    assert torch.equal(again.eval()(x), model.eval()(x))
+    assert model.eval()(x).shape == (1, 7)
+
+
+@pytest.mark.parametrize("name", ["resnet18", "squeezenet1_0", "mobilenet_v3_small"])
+def test_no_classes_gives_features(name: str) -> None:
+    model: Any = zoo.create_model(f"torchvision:{name}", num_classes=0).eval()
+    assert model(torch.randn(2, 3, 64, 64)).shape == (2, model.num_features)
+    with pytest.raises(ValueError, match=r"num_classes \(-1\) must not be negative"):
+        zoo.create_model(f"torchvision:{name}", num_classes=-1)
+
+
+def test_torchvision_options_that_no_one_reads_are_refused() -> None:
+    with pytest.raises(TypeError, match="mobilenet_v3_small has no option 'foo'; valid: .*dropout"):
+        zoo.create_model("torchvision:mobilenet_v3_small", foo=3)
+    assert zoo.create_model("torchvision:mobilenet_v3_small", dropout=0.5).classifier[2].p == 0.5

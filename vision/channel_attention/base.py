@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection
+from numbers import Real
 from typing import ClassVar
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vision.channel_attention.registry import list_channel_attention, nearest
+from zoo.layers.check import flag, integer
 from zoo.layers.tap import Tap
 
 GATES: dict[str, tuple[Callable[[Tensor], Tensor], tuple[float, float]]] = {
@@ -37,16 +39,18 @@ class ChannelAttention(nn.Module):
         min_channels: The fewest channels at which the kind makes sense.
         gate_range: Limits of the gate, by which saturation is measured; None where the tap shows
             something other than a factor.
+        adds: Whether the tap shows a term that is added to the input instead of a factor.
         tap: Shows the gate.
     """
 
     kind: str = ""
     min_channels: ClassVar[int] = 1
     gate_range: tuple[float, float] | None = (0.0, 1.0)
+    adds: bool = False
 
     def __init__(self, channels: int) -> None:
         super().__init__()
-        check_count("channels", channels)
+        channels = integer("channels", channels)
         if channels < self.min_channels:
             legal = ", ".join(list_channel_attention(channels))
             raise ValueError(
@@ -92,6 +96,7 @@ class Bottleneck(ChannelAttention):
 
     def __init__(self, channels: int, width: int, bias: bool) -> None:
         super().__init__(channels)
+        bias = flag("bias", bias)
         self.fc1 = pointwise(channels, width, bias)
         self.fc2 = pointwise(width, channels, bias)
 
@@ -126,14 +131,12 @@ def reduced_width(
         round_to: The nearest multiple of it instead of the floor division, and at least once it:
             timm's rule with `rd_divisor=round_to`.
     """
-    check_count("channels", channels)
-    check_count("min_width", min_width)
-    number = isinstance(rd_ratio, float | int) and not isinstance(rd_ratio, bool)
-    if not number or not 0 < rd_ratio <= 1:
-        raise ValueError(f"rd_ratio must be in (0, 1], such as 1/16, got {rd_ratio!r}")
+    channels = integer("channels", channels)
+    min_width = integer("min_width", min_width)
+    check_ratio("rd_ratio", rd_ratio)
     if round_to is None:
         return max(min_width, math.floor(channels * rd_ratio + 1e-9))  # 49 * (1 / 49) < 1
-    check_count("round_to", round_to)
+    round_to = integer("round_to", round_to)
     multiple = int(channels * rd_ratio + round_to / 2) // round_to * round_to
     return max(min_width, round_to, multiple)
 
@@ -168,21 +171,26 @@ def as_shown(gate: Tensor, batch: int) -> Tensor:
     return gate.flatten(1) if gate.shape[2:] == (1, 1) else gate
 
 
-def check_count(name: str, value: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
+def check_ratio(name: str, value: float) -> None:
+    """Refuses what is no number in (0, 1]."""
+    if not isinstance(value, Real) or isinstance(value, bool):
+        raise TypeError(f"{name} ({value!r}) must be a number in (0, 1], such as 1/16")
+    if not 0 < value <= 1:
+        raise ValueError(f"{name} ({value}) must be in (0, 1], such as 1/16")
 
 
-def check_odd(name: str, value: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} must be an odd integer >= 1, got {value!r}")
+def odd(name: str, value: int) -> int:
+    """`value` as a plain int; refused unless odd and at least 1."""
+    value = integer(name, value)
     if value % 2 == 0:
         near = f"{value - 1} or {value + 1}"
         raise ValueError(f"{name} ({value}) must be odd to keep the size, such as {near}")
+    return value
 
 
 def check_choice(name: str, value: str, choices: Collection[str]) -> None:
+    legal = f"{name} ({value!r}) must be one of {', '.join(choices)}"
+    if not isinstance(value, str):
+        raise TypeError(legal)
     if value not in choices:
-        raise ValueError(
-            f"{name} must be one of {', '.join(choices)}, got {value!r}{nearest(value, choices)}"
-        )
+        raise ValueError(f"{legal}{nearest(value, choices)}")

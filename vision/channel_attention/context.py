@@ -20,6 +20,7 @@ from vision.channel_attention.base import (
     reduced_width,
 )
 from vision.channel_attention.registry import register_channel_attention
+from zoo.layers.check import flag, integer
 
 EXTENTS = (0, 2, 4, 8, 16)
 
@@ -55,14 +56,14 @@ class GatherExcite(ChannelAttention):
         round_to: int | None = None,
     ) -> None:
         super().__init__(channels)
+        extent = integer("extent", extent, minimum=0)
+        learned, mlp = flag("learned", learned), flag("mlp", mlp)
         if extent not in EXTENTS:
-            raise ValueError(
-                f"extent must be one of {EXTENTS}, 0 for the whole map; got {extent!r}"
-            )
+            raise ValueError(f"extent ({extent}) must be one of {EXTENTS}, 0 for the whole map")
         if learned and extent == 0:
             raise ValueError(f"learned needs an extent of {EXTENTS[1:]}, got 0 for the whole map")
         width = reduced_width(channels, rd_ratio, min_width, round_to)
-        self.extent = int(extent)
+        self.extent = extent
         self.gather = _strided(channels, self.extent.bit_length() - 1) if learned else None
         self.mlp = nn.Sequential()
         if mlp:
@@ -122,6 +123,7 @@ class GlobalContext(ChannelAttention):
                 f"min_width ({min_width}) must be >= 2: LayerNorm over one channel is constant"
             )
         self.fuse = fuse
+        self.adds = fuse == "add"
         self.gate_range = (0.0, 1.0) if fuse == "scale" else None
         self.attend = pointwise(channels, 1)
         self.fc1 = pointwise(channels, width)

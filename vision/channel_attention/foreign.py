@@ -22,6 +22,11 @@ _NAMES = (
 )  # fmt: skip
 # Those whose output is the input times the output of their child `gate`, called once.
 _GATED = ("ceca", "eca", "ecam", "ese", "gc", "ge", "scoord", "se", "strip")
+# What timm's classes cannot be built without, and do not say.
+_NEEDED = {
+    "bottleneck": "pass feat_size=(rows, columns), the size of the map",
+    "ge": "pass use_mlp=False, since timm cannot build the mlp of its ge; kind 'ge' has one",
+}
 _RESHAPING = ("stride", "out_channels", "dim_out")
 
 
@@ -52,13 +57,31 @@ class TimmAttention(ChannelAttention):
     def forward(self, x: Tensor) -> Tensor:
         """(b c y x) -> (b c y x)"""
         self.check(x)
-        y = self.inner(x)
+        try:
+            y = self.inner(x)
+        except AssertionError as error:
+            raise ValueError(
+                f"channel attention {self.kind!r} does not fit the map {tuple(x.shape)}: "
+                f"{_needs(self.inner) or error}"
+            ) from error
         if y.shape != x.shape:
             raise ValueError(
                 f"channel attention {self.kind!r} made {tuple(y.shape)} of {tuple(x.shape)}; "
                 "its options must keep the shape"
             )
         return y
+
+
+def _needs(inner: nn.Module) -> str:
+    """What a module asks of the size of its map, where timm asserts it without a word."""
+    for part in inner.modules():
+        size = getattr(part, "block_size", None)
+        if size is not None:
+            return f"rows and columns must be multiples of block_size ({size})"
+    rows, columns = (
+        getattr(getattr(inner, "pos_embed", None), side, None) for side in ("height", "width")
+    )
+    return f"it must have feat_size ({rows}, {columns})" if rows else ""
 
 
 class _ShowGate(nn.Module):
@@ -96,6 +119,8 @@ def _build(name: str, channels: int, options: dict[str, Any]) -> nn.Module:
         import timm
 
         reason = str(error) or "a size does not divide another"
+        if hint := _NEEDED.get(name):
+            reason = f"{reason}; {hint}"
         raise ValueError(
             f"timm {timm.__version__} cannot build its attention {name!r} with {channels} channels "
             f"and the options {options}: {reason}"

@@ -57,7 +57,7 @@ def create_channel_attention(kind: str, channels: int, **options: Any) -> Channe
 
     Raises:
         ValueError: an unknown kind, an illegal value, or too few channels for the kind.
-        TypeError: an unknown option.
+        TypeError: an unknown option, or a value of the wrong type.
     """
     known = channel_attention_options(kind)
     for name in options:
@@ -66,7 +66,7 @@ def create_channel_attention(kind: str, channels: int, **options: Any) -> Channe
                 f"channel attention {kind!r} has no option {name!r}{nearest(name, known)}; "
                 f"its options: {', '.join(known) or 'none'}"
             )
-    if kind.startswith(TIMM):
+    if _is_timm(kind):
         from vision.channel_attention.foreign import TimmAttention
 
         return TimmAttention(channels, kind.removeprefix(TIMM), **options)
@@ -75,7 +75,7 @@ def create_channel_attention(kind: str, channels: int, **options: Any) -> Channe
 
 def channel_attention_options(kind: str) -> dict[str, Any]:
     """The options of a kind with their defaults."""
-    if kind.startswith(TIMM):
+    if _is_timm(kind):
         from vision.channel_attention.foreign import timm_options
 
         return timm_options(kind.removeprefix(TIMM))
@@ -85,13 +85,19 @@ def channel_attention_options(kind: str) -> dict[str, Any]:
 
 def min_channels(kind: str) -> int:
     """The fewest channels at which a kind makes sense: 1, or 2 where it compares channels."""
-    return 1 if kind.startswith(TIMM) else _class_of(kind).min_channels
+    return 1 if _is_timm(kind) else _class_of(kind).min_channels
 
 
 def nearest(name: str, names: Any) -> str:
     """A hint for error messages, empty where no name is near."""
     near = get_close_matches(str(name), [str(n) for n in names], n=1)
     return f" (did you mean {near[0]!r}?)" if near else ""
+
+
+def _is_timm(kind: str) -> bool:
+    if not isinstance(kind, str):
+        raise TypeError(f"kind ({kind!r}) must be a name such as 'se', or {TIMM}NAME")
+    return kind.startswith(TIMM)
 
 
 def _class_of(kind: str) -> type[ChannelAttention]:

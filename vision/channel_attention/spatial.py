@@ -15,14 +15,14 @@ from vision.channel_attention.base import (
     Bottleneck,
     ChannelAttention,
     GateNorm,
-    check_count,
-    check_odd,
     max_pool,
     mean_pool,
+    odd,
     pointwise,
     reduced_width,
 )
 from vision.channel_attention.registry import register_channel_attention
+from zoo.layers.check import flag, integer
 
 
 @register_channel_attention("cbam")
@@ -91,7 +91,7 @@ class BAM(Bottleneck):
         round_to: int | None = None,
         dilation: int = 4,
     ) -> None:
-        check_count("dilation", dilation)
+        dilation = integer("dilation", dilation)
         width = reduced_width(channels, rd_ratio, min_width, round_to)
         super().__init__(channels, width, bias=True)
         self.norm = GateNorm(channels)
@@ -136,6 +136,7 @@ class CoordinateAttention(ChannelAttention):
         bias: bool = True,
     ) -> None:
         super().__init__(channels)
+        bias = flag("bias", bias)
         width = reduced_width(channels, rd_ratio, min_width, round_to)
         self.reduce = pointwise(channels, width, bias)
         self.norm = GateNorm(width)
@@ -185,7 +186,7 @@ class _PooledConv(nn.Module):
 
     def __init__(self, kernel_size: int) -> None:
         super().__init__()
-        check_odd("kernel_size", kernel_size)
+        kernel_size = odd("kernel_size", kernel_size)
         self.conv = nn.Conv2d(2, 1, kernel_size, padding=kernel_size // 2, bias=False)
         self.norm = GateNorm(1)
 

@@ -16,9 +16,9 @@ from vision.channel_attention.base import (
     Bottleneck,
     ChannelAttention,
     check_choice,
-    check_odd,
     max_pool,
     mean_pool,
+    odd,
     pointwise,
     reduced_width,
 )
@@ -119,10 +119,10 @@ class EfficientChannelAttention(ChannelAttention):
 
     def __init__(self, channels: int, kernel_size: int | None = None, min_kernel: int = 1) -> None:
         super().__init__(channels)
-        check_odd("min_kernel", min_kernel)
+        min_kernel = odd("min_kernel", min_kernel)
         if kernel_size is None:
             kernel_size = max(eca_kernel(channels), min_kernel)
-        check_odd("kernel_size", kernel_size)
+        kernel_size = odd("kernel_size", kernel_size)
         self.conv = nn.Conv1d(1, 1, kernel_size, padding=kernel_size // 2, bias=False)
 
     def gate(self, x: Tensor) -> Tensor:

@@ -17,12 +17,12 @@ from vision.channel_attention.base import (
     Bottleneck,
     ChannelAttention,
     GateNorm,
-    check_count,
     mean_pool,
     reduced_width,
     widened,
 )
 from vision.channel_attention.registry import register_channel_attention
+from zoo.layers.check import integer, positive
 
 DCT_GRID = 7
 # (row, column) frequencies on the 7x7 grid, best first: the sixteen that alone did best on
@@ -50,7 +50,7 @@ class GatedChannelTransform(ChannelAttention):
 
     def __init__(self, channels: int, eps: float = 1e-5) -> None:
         super().__init__(channels)
-        self.eps = eps
+        self.eps = positive("eps", eps)
         self.alpha = nn.Parameter(torch.ones(1, channels, 1, 1))
         self.gamma = nn.Parameter(torch.zeros(1, channels, 1, 1))
         self.beta = nn.Parameter(torch.zeros(1, channels, 1, 1))
@@ -78,7 +78,7 @@ class StyleRecalibration(ChannelAttention):
 
     def __init__(self, channels: int, eps: float = 1e-5) -> None:
         super().__init__(channels)
-        self.eps = eps
+        self.eps = positive("eps", eps)
         self.weight = nn.Parameter(torch.zeros(channels, 2))
         self.norm = GateNorm(channels)
 
@@ -105,7 +105,7 @@ class SimAM(ChannelAttention):
 
     def __init__(self, channels: int, eps: float = 1e-4) -> None:
         super().__init__(channels)
-        self.eps = eps
+        self.eps = positive("eps", eps)
 
     def gate(self, x: Tensor) -> Tensor:
         d = (widened(x) - mean_pool(widened(x))).square()
@@ -148,8 +148,8 @@ class FrequencyChannelAttention(Bottleneck):
     ) -> None:
         width = reduced_width(channels, rd_ratio, min_width, round_to)
         super().__init__(channels, width, bias=False)
-        check_count("num_freq", num_freq)
-        check_count("dct_size", dct_size)
+        num_freq = integer("num_freq", num_freq)
+        dct_size = integer("dct_size", dct_size)
         if num_freq > len(DCT_TOP):
             raise ValueError(f"num_freq ({num_freq}) must be at most {len(DCT_TOP)}")
         if dct_size % DCT_GRID:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -12,6 +13,8 @@ from zoo.ablation.analysis import compare_all
 from zoo.ablation.plan import Plan, flag_words
 from zoo.ablation.results import collect, metric_values, seconds_left
 from zoo.ablation.stats import pooled_sd, smallest_difference
+
+PERCENT = re.compile(r"/top\d+$")  # metrics that lie between 0 and 100
 
 
 def describe(
@@ -96,10 +99,16 @@ def difference_line(plan: Plan, rows: list[dict[str, Any]]) -> str:
     factor = smallest_difference(1.0, n, alpha=0.05 / many)
     size = f"{factor:.2f} times the standard deviation of the paired differences"
     if sd is not None:
-        least = factor * sd
-        shown = f"{least:.2g}" if least < 100 else f"{least:,.0f}"
-        size = f"{shown} in {plan.metric} ({size}, so far {sd:.2g})"
+        size = _in_metric(plan, factor * sd, f"{size}, so far {sd:.2g}")
     return (
         f"smallest difference shown at n = {n} with a chance of 80 %, when {many} are tested: "
         f"{size}"
     )
+
+
+def _in_metric(plan: Plan, least: float, why: str) -> str:
+    shown = f"{least:.2g}" if least < 100 else f"{least:,.0f}"
+    if least > 100 and PERCENT.search(plan.metric):
+        n = f"n = {len(plan.seeds)} is too small to show any"
+        return f"none, {n}: it would take {shown} points of {plan.metric} ({why})"
+    return f"{shown} in {plan.metric} ({why})"

@@ -13,6 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from zoo.layers.check import integer
 from zoo.layers.tap import Tap
 
 Records = dict[str, list[Tensor]]
@@ -54,10 +55,12 @@ def capture(
     """Records what passes the taps of one kind: by layer, one fp32 CPU tensor a forward.
 
     Raises:
-        ValueError: A pattern matches no layer with such a tap.
+        ValueError: A pattern matches no layer with such a tap, or `samples` is less than 1.
         NothingCapturedError: Nothing passed.
         MemoryError: The records would take more than `max_bytes`.
     """
+    if samples is not None:
+        samples = integer("samples", samples)
     patterns = [layers] if isinstance(layers, str) else list(layers)
     taps = _matching(taps_of(model, kind), patterns, kind)
     records: Records = {}
@@ -90,7 +93,8 @@ def layer_name(path: str) -> str:
 def _matching(taps: dict[str, Tap], patterns: Sequence[str], kind: str) -> dict[str, Tap]:
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in taps):
-            raise ValueError(f"layers={pattern!r} matches no {kind}; there is {list(taps)}")
+            there = f"; there is {list(taps)}" if taps else ": the model has none"
+            raise ValueError(f"layers={pattern!r} matches no {kind}{there}")
     return {n: tap for n, tap in taps.items() if any(fnmatchcase(n, p) for p in patterns)}
 
 

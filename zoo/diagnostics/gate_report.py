@@ -185,7 +185,8 @@ def _title(group: str, name: str, moments: GateMoments) -> str:
 
 def _label(figure: Any, panels: Any, drawn: int, classes: int) -> None:
     for row in panels:
-        row[0].set_ylabel("mean gate", fontsize=8)
+        first = next(axes for axes in row if axes.axison)  # a group may have fewer layers
+        first.set_ylabel("mean gate", fontsize=8)
     handles, labels = panels[0][0].get_legend_handles_labels()
     note = f"{drawn} of {classes} classes, furthest from the mean" if drawn < classes else None
     figure.legend(

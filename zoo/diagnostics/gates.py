@@ -14,12 +14,14 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from zoo.diagnostics.capture import Records, capture, layer_name
+from zoo.layers.check import integer
 from zoo.layers.tap import Tap
 
 Range = tuple[float, float]
@@ -49,7 +51,7 @@ def capture_gates(
 
 @dataclass(frozen=True)
 class GateStatistics:
-    """Five numbers on the gates of a layer; NaN where one is not defined.
+    """Five numbers on the gates of a layer; NaN where one is not defined, or a gate is NaN.
 
     Attributes:
         mean: Over samples and channels.
@@ -82,7 +84,9 @@ def gate_statistics(
         targets: Class indices (b,).
         gate_range: Limits of the gate; without them saturation is NaN.
     """
-    moments = GateMoments(int(targets.max()) + 1 if len(targets) else 1, gate_range)
+    _check_types(gates, targets)
+    num_classes = int(targets.max()) + 1 if targets.numel() else 1
+    moments = GateMoments(max(1, num_classes), gate_range)
     moments.add(gates, targets)
     return moments.statistics()
 
@@ -99,19 +103,19 @@ class GateMoments:
     """
 
     def __init__(self, num_classes: int, gate_range: Range | None = (0.0, 1.0)) -> None:
-        if gate_range is not None and not gate_range[0] <= gate_range[1]:
-            raise ValueError(f"gate_range must be (low, high), got {gate_range}")
-        self.gate_range = gate_range
+        num_classes = integer("num_classes", num_classes)
+        self.gate_range = _checked_range(gate_range)
         self.counts = torch.zeros(num_classes, dtype=torch.float64)
         self._sums = self._squares = torch.empty(0)
         self._shift: Tensor | None = None  # of the values, so that squares lose no digits
-        self._saturated = self._values = 0
+        self._saturated, self._values = 0.0, 0
 
     def add(self, gates: Tensor, targets: Tensor) -> None:
         """Gates (b c ...) and class indices (b,)."""
-        gates, targets = gates.detach().cpu().double(), targets.cpu()
+        _check_types(gates, targets)
+        gates, targets = gates.detach().cpu().double(), targets.cpu().long()
         self._check(gates, targets)
-        self._saturated += int(_saturated(gates, self.gate_range).sum())
+        self._saturated += float(_saturated(gates, self.gate_range).sum())
         self._values += gates.numel()
         values = gates.flatten(2).mean(2) if gates.ndim > 2 else gates  # b c
         if self._shift is None:
@@ -124,10 +128,11 @@ class GateMoments:
         self.counts += torch.bincount(targets, minlength=len(self.counts))
 
     def _check(self, gates: Tensor, targets: Tensor) -> None:
-        if gates.ndim < 2 or targets.ndim != 1 or len(gates) != len(targets) or not len(gates):
+        fit = gates.ndim >= 2 and targets.ndim == 1 and len(gates) == len(targets)
+        if not fit or not gates.numel():
             raise ValueError(
-                f"gates {tuple(gates.shape)} must be (b, c, ...) with targets (b,) of the same "
-                f"samples, at least one; targets are {tuple(targets.shape)}"
+                f"gates {tuple(gates.shape)} must be (b, c, ...), none of them 0, with targets "
+                f"(b,) of the same samples; targets are {tuple(targets.shape)}"
             )
         if self._shift is not None and gates.shape[1] != len(self._shift):
             raise ValueError(f"gates have {gates.shape[1]} channels, before {len(self._shift)}")
@@ -174,23 +179,51 @@ class GateMoments:
         within = (self._squares - between).clamp_min(0)
         explained = 1 - within / total * ((n - 1) / (n - k))
         largest = self._shifted().abs() + (self._squares / n).sqrt()
-        moves = (total / n).sqrt() > CONSTANT * largest
-        return float(torch.where(moves, explained, 0.0).mean().clamp(0, 1))
+        still = (total / n).sqrt() <= CONSTANT * largest  # False of NaN, which is to stay
+        return float(torch.where(still, 0.0, explained).mean().clamp(0, 1))
 
 
 def _saturated(gates: Tensor, gate_range: Range | None) -> Tensor:
     low, high = gate_range or (-math.inf, math.inf)
     margin = SATURATED * (high - low) if math.isfinite(high - low) else 0.0
-    return (gates <= low + margin) | (gates >= high - margin)
+    near = (gates <= low + margin) | (gates >= high - margin)
+    return torch.where(gates.isnan(), gates, near.to(gates.dtype))
+
+
+def _check_types(gates: Tensor, targets: Tensor) -> None:
+    if gates.is_complex():
+        raise TypeError(f"gates ({gates.dtype}) must be real")
+    if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
+        raise TypeError(f"targets ({targets.dtype}) must be class indices, integers")
+
+
+def _checked_range(limits: Range | None) -> Range | None:
+    if limits is None:
+        return None
+    message = f"gate_range ({limits!r}) must be (low, high), two numbers with low <= high, or None"
+    pair = isinstance(limits, Sequence) and len(limits) == 2
+    if not pair or not all(isinstance(end, Real) and not isinstance(end, bool) for end in limits):
+        raise TypeError(message)
+    low, high = map(float, limits)
+    if not low <= high:
+        raise ValueError(message)
+    return low, high
 
 
 def gate_ranges(model: nn.Module) -> dict[str, Range | None]:
     """The layers with gates, and their limits; None where a layer does not say them."""
     return {
-        layer_name(path): getattr(model.get_submodule(path.rpartition(".")[0]), "gate_range", None)
+        layer_name(path): _limits(model.get_submodule(path.rpartition(".")[0]), module)
         for path, module in model.named_modules()
         if isinstance(module, Tap) and module.kind == "gate"
     }
+
+
+def _limits(layer: nn.Module, tap: Tap) -> Range | None:
+    """What a layer says, or what its tap makes of it where it shows something else."""
+    limits: Range | None = getattr(layer, "gate_range", None)
+    shown = getattr(tap, "shown_range", None)
+    return limits if limits is None or shown is None else shown(*limits)
 
 
 @torch.no_grad()

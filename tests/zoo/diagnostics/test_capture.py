@@ -125,6 +125,16 @@ def test_first_samples_only(tower: Tower, x: Tensor) -> None:
         assert torch.equal(records[name][0], everything[name][0][:2])
 
 
+@pytest.mark.parametrize("samples", [0, -1, 1.5, True, "2"])
+def test_samples_are_at_least_one(tower: Tower, samples: object) -> None:
+    with (
+        pytest.raises((TypeError, ValueError), match=rf"^samples \({samples!r}\) must be .*1$"),
+        capture_attention(tower, samples=samples),  # type: ignore[arg-type]
+    ):
+        pass
+    assert not observed(tower)
+
+
 def test_nothing_matches(tower: Tower) -> None:
     with (
         pytest.raises(ValueError, match=r"layers='encoder\.\*' matches no .*blocks\.0\.attn"),

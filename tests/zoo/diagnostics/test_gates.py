@@ -97,7 +97,8 @@ def test_names_stay_under_wrappers(x):
 
 
 def test_nothing_to_record_is_an_error(x):
-    with pytest.raises(ValueError, match="matches no gate"), capture_gates(nn.Linear(2, 2)):
+    none = pytest.raises(ValueError, match=r"layers='9' matches no gate: the model has none$")
+    with none, capture_gates(nn.Linear(2, 2), "9"):
         pass
     there = r"layers='9'.*no gate; there is \['0', '3', '4'\]"
     with pytest.raises(ValueError, match=there), capture_gates(model(), "9"):
@@ -230,6 +231,35 @@ def test_wrong_shapes_are_named():
         GateMoments(2, (1.0, 0.0))
 
 
+def test_what_is_no_gate_or_target_is_named():
+    gates, targets = torch.rand(4, 2), torch.tensor([0, 1, 0, 1])
+    for empty in (torch.rand(4, 0), torch.rand(4, 2, 0, 3), torch.rand(0, 2)):
+        with pytest.raises(ValueError, match=r"^gates \(.*\) must be .* none of them 0"):
+            gate_statistics(empty, targets[: len(empty)])
+    with pytest.raises(TypeError, match=r"^gates \(torch.complex64\) must be real"):
+        gate_statistics(gates.to(torch.complex64), targets)
+    for dtype in (torch.bool, torch.float32, torch.complex64):
+        with pytest.raises(TypeError, match=rf"^targets \({dtype}\) must be class indices"):
+            gate_statistics(gates, targets.to(dtype))
+    for dtype in (torch.uint8, torch.int16, torch.int32):
+        assert gate_statistics(gates, targets.to(dtype)) == gate_statistics(gates, targets)
+    with pytest.raises(ValueError, match=r"targets -1 to -1 must lie in"):
+        gate_statistics(gates, targets * 0 - 1)
+    for limits in [0.5, "01", (0.0,), (0, 1, 2), ("low", "high"), (1.0, 0.0), (math.nan, 1.0)]:
+        with pytest.raises((TypeError, ValueError), match=r"^gate_range \(.*low <= high, or None"):
+            gate_statistics(gates, targets, limits)
+    for number in (0, 2.5, "2"):
+        with pytest.raises((TypeError, ValueError), match=r"^num_classes \("):
+            GateMoments(number)
+
+
+def test_nan_stays_nan():
+    gates, targets = torch.rand(6, 2), torch.tensor([0, 1, 0, 1, 0, 1])
+    gates[0, 0] = math.nan
+    for name, value in vars(gate_statistics(gates, targets)).items():
+        assert math.isnan(value), name
+
+
 # --- whole models ----------------------------------------------------------------------------
 
 
@@ -316,6 +346,17 @@ def test_the_figure_shows_layers_classes_and_sorted_channels(profile, tmp_path, 
     overall = profile["0"].channel_means
     np.testing.assert_allclose(lines["all samples"], overall.sort().values)
     np.testing.assert_allclose(lines["bee"], profile["0"].class_means[1, overall.argsort()])
+
+
+def test_every_row_of_the_figure_says_what_its_height_is(profile, tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *_, **__: figures.append(self))
+    uneven = {"0": profile["0"], "3": profile["3"], "5": profile["3"]}
+    draw_gates(tmp_path / "gates.png", uneven, NAMES, {"0": "a", "3": "b", "5": "b"})
+    labels = [axes.get_ylabel() for axes in figures[0].axes if axes.axison]
+    assert labels == ["mean gate", "", "mean gate"], "the second row has no layer of a"
 
 
 def test_many_classes_and_layers_are_cut_to_what_a_figure_holds(tmp_path, monkeypatch):
