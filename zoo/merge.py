@@ -89,12 +89,12 @@ class Merge:
 
     def _added(self) -> set[str]:
         """Weights of modules that were put into the model, where the source has none of them."""
-        state, added = self.state, set()
+        added: set[str] = set()
         if self.source.card is not None and self.source.card.options.get("insertions"):
             return added  # they must agree
         for name, module in self.model.named_modules():
             if getattr(module, "may_be_absent", False):
-                own = {key for key in state if key.startswith(f"{name}.")}
+                own = {key for key in self.state if key.startswith(f"{name}.")}
                 added |= own if not own & self.tensors.keys() else set()
         return added
 
