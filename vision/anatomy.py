@@ -12,7 +12,6 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -330,9 +329,9 @@ def _add_stem(host: Host, own: list[Block], common: str) -> None:
         if walks_children(host.model.get_submodule(name)):
             continue
         first, value = next(iter(call.arguments.items()), ("", None))
-        if first in call.maps and _is_past_a_layer(host, call):
-            assert isinstance(value, Tensor)
-            host.ends.append(place_at(name, "stem", tuple(value.shape), 1))
+        shape = tuple(value.shape) if isinstance(value, Tensor) and first in call.maps else ()
+        if shape and _is_past_a_layer(host, call):
+            host.ends.append(place_at(name, "stem", shape, 1))
             return
 
 

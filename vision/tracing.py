@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from vision.layout import Layouts
-from vision.watching import SideEffect, watching, refuse_context
+from vision.watching import SideEffect, refuse_context, watching
 
 Forward = Callable[..., Any]
 
@@ -41,7 +41,7 @@ class Call:
         start: Place among the starts and ends of all calls.
         end: The same of its return.
         shape: Of the output; None where it is not one tensor.
-        maps: Names of the arguments that are known to be maps (b c y x).
+        maps: Names of the arguments that are known to be maps (b c y x) or to hold some.
         gives_map: Whether the output is known to be one.
     """
 
@@ -105,8 +105,11 @@ def record(model: nn.Module, inputs: Tensor) -> dict[nn.Module, Call]:
         for handle in handles:
             handle.remove()
     for module, (arguments, output) in values.items():
-        named = [name for name, value in arguments.items() if layouts.is_map(value)]
-        calls[module].maps = frozenset(named)
+        calls[module].maps = frozenset(
+            name
+            for name, value in arguments.items()
+            if any(layouts.is_map(part) for part in tree_leaves(value))
+        )
         calls[module].gives_map = layouts.is_map(output)
     return calls
 
@@ -182,16 +185,16 @@ class _Proxy(fx.Proxy):
         made: fx.Proxy = self.tracer.create_proxy("call_function", operation, (self, other), {})
         return made
 
-    def __iadd__(self, other: Any) -> fx.Proxy:  # type: ignore[misc]
+    def __iadd__(self, other: Any) -> fx.Proxy:
         return self._overwrite(operator.iadd, other)
 
-    def __isub__(self, other: Any) -> fx.Proxy:  # type: ignore[misc]
+    def __isub__(self, other: Any) -> fx.Proxy:
         return self._overwrite(operator.isub, other)
 
-    def __imul__(self, other: Any) -> fx.Proxy:  # type: ignore[misc]
+    def __imul__(self, other: Any) -> fx.Proxy:
         return self._overwrite(operator.imul, other)
 
-    def __itruediv__(self, other: Any) -> fx.Proxy:  # type: ignore[misc]
+    def __itruediv__(self, other: Any) -> fx.Proxy:
         return self._overwrite(operator.itruediv, other)
 
 

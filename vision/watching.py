@@ -7,7 +7,7 @@ traced, and never again.
 
 from __future__ import annotations
 
-import copy
+import pickle
 import random
 import sys
 from collections.abc import Iterator
@@ -25,13 +25,13 @@ class SideEffect(Exception):
 
 def refuse_context() -> None:
     """Fails within a checkpointed part, and where gradients are switched off; see `watching`."""
-    if torch.is_inference_mode_enabled() or not torch.is_grad_enabled():
-        raise SideEffect("the forward switches gradients off for a part of it")
     frame = sys._getframe(1)
     while frame.f_back is not None:
         if frame.f_code.co_filename == checkpoint.__file__:
             raise SideEffect("the forward computes a part again for its gradients (checkpoint)")
         frame = frame.f_back
+    if torch.is_inference_mode_enabled() or not torch.is_grad_enabled():
+        raise SideEffect("the forward switches gradients off for a part of it")
 
 
 @contextmanager
@@ -70,13 +70,15 @@ class _RandomStates:
     @staticmethod
     def _read() -> tuple[Tensor, Any, Any]:
         numpy = sys.modules.get("numpy")
-        state = numpy.random.get_state(legacy=False) if numpy is not None else None
-        return torch.get_rng_state(), random.getstate(), copy.deepcopy(state)
+        state = numpy.random.get_state() if numpy is not None else None
+        return torch.get_rng_state(), random.getstate(), state
 
     def compare(self) -> None:
         now, python, numpy = self._read()
         same = torch.equal(now, self.torch) and python == self.python
-        if not same or repr(numpy) != repr(self.numpy):
+        if same and numpy is not None and self.numpy is not None:
+            same = pickle.dumps(numpy) == pickle.dumps(self.numpy)
+        if not same:
             raise SideEffect("the forward draws random numbers outside of its tensors' steps")
 
     def restore(self) -> None:
@@ -92,8 +94,8 @@ class _Writes:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.attributes = {name: (v, _inside(v)) for name, v in self._own().items()}
-        self.tensors = [(t, t._version, t.detach().clone()) for t in module._buffers.values() if
-                        t is not None]
+        buffers = [tensor for tensor in module._buffers.values() if tensor is not None]
+        self.tensors = [(t, _version(t), t.detach().clone()) for t in buffers]
         self.buffers = dict(module._buffers)
 
     def _own(self) -> dict[str, Any]:
@@ -101,23 +103,24 @@ class _Writes:
         return {name: v for name, v in self.module.__dict__.items() if name not in hidden}
 
     def compare(self) -> None:
-        now = self._own()
-        changed = [
-            name
-            for name in {**self.attributes, **now}
-            if name not in now
-            or name not in self.attributes
-            or now[name] is not self.attributes[name][0]
-            or _inside(now[name]) != self.attributes[name][1]
-        ]
-        changed += [n for n, t in self.module._buffers.items() if self.buffers.get(n, 0) is not t]
-        versions = {id(t): version for t, version, _ in self.tensors}
-        changed += [n for n, t in self.module._buffers.items()
-                    if t is not None and versions.get(id(t), t._version) != t._version]
+        changed = sorted({*self._written_attributes(), *self._written_buffers()})
         if changed:
-            raise SideEffect(
-                f"the forward changes {', '.join(sorted(set(changed)))} of {type(self.module).__name__}"
-            )
+            owner = type(self.module).__name__
+            raise SideEffect(f"the forward changes {', '.join(changed)} of {owner}")
+
+    def _written_attributes(self) -> Iterator[str]:
+        now = self._own()
+        for name in now.keys() | self.attributes.keys():
+            value, inside = self.attributes.get(name, (_Same(None), None))
+            if name not in now or now[name] is not value or _inside(now[name]) != inside:
+                yield name
+
+    def _written_buffers(self) -> Iterator[str]:
+        versions = {id(tensor): version for tensor, version, _ in self.tensors}
+        for name, tensor in self.module._buffers.items():
+            replaced = self.buffers.get(name) is not tensor
+            if replaced or (tensor is not None and versions[id(tensor)] != _version(tensor)):
+                yield name
 
     def restore(self) -> None:
         own = self._own()
@@ -131,8 +134,12 @@ class _Writes:
         self.module._buffers.update(self.buffers)
         with torch.no_grad():
             for tensor, version, value in self.tensors:
-                if tensor._version != version:
+                if _version(tensor) != version:
                     tensor.copy_(value)
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version  # one of inference mode has none
 
 
 def _inside(value: Any) -> Any:
