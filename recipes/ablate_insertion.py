@@ -17,6 +17,8 @@ Each variant is compared with two baselines:
               the same ratio, with the parameters of `se` there: is it attention that helps? Kinds
               without a ratio are compared with the constant gate of the first ratio.
 
+Expected of `--data emoji`: see RESULTS.md; no difference shown at n = 3.
+
 Wall time against the same cells one after another, each on two threads: both say it at the end.
     python recipes/ablate_insertion.py --out a --workers 2 --threads 1
     python recipes/ablate_insertion.py --out b --workers 1 --threads 2
