@@ -15,7 +15,6 @@ Expected: see RESULTS.md.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -23,12 +22,13 @@ from statistics import median
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 import tyro
 
 import vision
 import zoo
+from vision.classify import random_images, training_step
 from zoo.ablation import (
+    AblationOptions,
     Plan,
     Report,
     Variant,
@@ -39,7 +39,6 @@ from zoo.ablation import (
     split_commas,
 )
 from zoo.diagnostics.cost import count_flops, in_turn, peak_bytes
-from zoo.layers.check import integer
 
 BASELINES = ("mean", "identity")
 BY_TOKEN = ("none", "learned", "sincos")  # positions that are added to the tokens
@@ -50,39 +49,19 @@ Position = Literal["none", "learned", "sincos", "relative", "rope", "prior"]
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(AblationOptions):
     """Compares kinds of attention, positions and numbers of heads."""
 
-    out: str
-    """Folder of the ablation; finished cells in it are kept."""
     model: str = "vit_micro_patch2_8"
     """A Vision Transformer of ours."""
-    data: str = "digits"
-    """As for train_vit.py."""
+    epochs: int = 30
+    lr: float = 2e-3
     kinds: tuple[str, ...] = ("full", "additive", "window", "linear", "performer")
     """Attention kinds; the baselines are added."""
     positions: tuple[Position, ...] = ("learned",)
     """What tells the places of the tokens."""
     heads: tuple[int, ...] = ()
     """Numbers of heads; the model's own by default."""
-    seeds: int = 3
-    """Seeds a variant: 0, 1, ..."""
-    epochs: int = 30
-    """Epochs a cell."""
-    lr: float = 2e-3
-    """Learning rate, the same for all."""
-    batch_size: int = 64
-    """Images per step."""
-    workers: int = 2
-    """Cells trained at once."""
-    threads: int = 1
-    """CPU threads of each."""
-    plan: bool = False
-    """Prints what would be run, and what it could show, and stops."""
-
-    def __post_init__(self) -> None:
-        for name in ("seeds", "epochs", "batch_size", "workers", "threads"):
-            integer(name, getattr(self, name))
 
 
 def main(config: Config) -> Report | None:
@@ -93,9 +72,7 @@ def main(config: Config) -> Report | None:
         recipe=Path(__file__).with_name("train_vit.py"),
         variants=variants,
         seeds=range(config.seeds),
-        flags={
-            name: getattr(config, name) for name in ("model", "data", "epochs", "lr", "batch_size")
-        },
+        flags=config.flags(),
         baselines=BASELINES,
         question=QUESTION,
     )
@@ -171,16 +148,6 @@ def costs(models: dict[str, Any], batch: int = 64) -> dict[str, dict[str, object
         }
         for name, model in models.items()
     }
-
-
-def training_step(model: Any, batch: int) -> Callable[[], None]:
-    images, targets = random_images(model, batch), torch.zeros(batch, dtype=torch.long)
-    return lambda: F.cross_entropy(model(images), targets).backward()
-
-
-def random_images(model: Any, batch: int) -> torch.Tensor:
-    preprocessing = model.card.preprocessing
-    return torch.randn(batch, preprocessing.in_chans, *preprocessing.size)
 
 
 if __name__ == "__main__":

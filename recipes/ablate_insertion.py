@@ -35,15 +35,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 import tyro
 from torch import nn
 
 import vision
 import zoo
 from vision.channel_attention import channel_attention_options
+from vision.classify import random_images, training_step
 from vision.insertion import Insertion, insert, remove_insertions
 from zoo.ablation import (
+    AblationOptions,
     Plan,
     Report,
     Variant,
@@ -54,7 +55,6 @@ from zoo.ablation import (
     split_commas,
 )
 from zoo.diagnostics.cost import count_flops, in_turn, ratio_of_medians
-from zoo.layers.check import integer
 
 BASELINES = ("none", "constant")
 LISTS = ("kinds", "sites", "stages", "rd_ratios")  # flags that take a,b as well as a b
@@ -62,15 +62,13 @@ QUESTION = "Which channel attention, where, and is it worth it?"
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(AblationOptions):
     """Compares kinds and places of channel attention in a CNN."""
 
-    out: str
-    """Folder of the ablation; finished cells in it are kept."""
     model: str = "resnet_micro"
     """A CNN, as for train_cnn.py: ours, timm:NAME or torchvision:NAME."""
-    data: str = "digits"
-    """As for train_cnn.py."""
+    epochs: int = 20
+    lr: float = 4e-3
     pretrained: str | None = None
     """Weights that all variants start from, as for train_cnn.py."""
     img_size: int | None = None
@@ -85,24 +83,6 @@ class Config:
     """Bottleneck ratios such as 1/16, for kinds that have one; each kind's own by default."""
     init: Literal["paper", "identity"] = "paper"
     """How modules start: as published, or as the identity."""
-    seeds: int = 3
-    """Seeds a variant: 0, 1, ..."""
-    epochs: int = 20
-    """Epochs a cell."""
-    lr: float = 4e-3
-    """Learning rate, the same for all."""
-    batch_size: int = 64
-    """Images per step."""
-    workers: int = 2
-    """Cells trained at once."""
-    threads: int = 1
-    """CPU threads of each."""
-    plan: bool = False
-    """Prints what would be run, and what it could show, and stops."""
-
-    def __post_init__(self) -> None:
-        for name in ("seeds", "epochs", "batch_size", "workers", "threads"):
-            integer(name, getattr(self, name))
 
 
 def main(config: Config) -> Report | None:
@@ -199,13 +179,11 @@ def make_plan(config: Config, modules: list[Pair]) -> Plan:
         variants[str(constant)] = _variant(constant, {})
         for module in (module for module, own in modules if own == constant):
             variants[str(module)] = _variant(module, {"constant": str(constant)})
-    names = ("model", "data", "pretrained", "img_size", "epochs", "lr", "batch_size")
-    flags = {name: getattr(config, name) for name in names}
     return Plan(
         recipe=Path(__file__).with_name("train_cnn.py"),
         variants=list(variants.values()),
         seeds=range(config.seeds),
-        flags={name: value for name, value in flags.items() if value is not None},
+        flags=config.flags("pretrained", "img_size"),
         baselines=BASELINES,
         question=QUESTION,
     )
@@ -222,7 +200,7 @@ def costs(plan: Plan, host: Callable[[], Any]) -> dict[str, dict[str, object]]:
     """Parameters, operations and latency of each variant; its latency in turn with the host's."""
     torch.manual_seed(0)
     plain = host().eval()
-    image = torch.randn(1, plain.card.preprocessing.in_chans, *plain.card.preprocessing.size)
+    image = random_images(plain, 1)
     found = {}
     for variant in plan.variants:
         model = host().eval()
@@ -240,14 +218,6 @@ def _latency(model: nn.Module, plain: nn.Module, image: torch.Tensor) -> dict[st
         times = in_turn({"own": lambda: model(image), "none": lambda: plain(image)}, repeats=51)
     ratio, (low, high) = ratio_of_medians(times["own"], times["none"])
     return {"latency vs none": round(ratio, 3), "latency interval": f"{low:.3f} to {high:.3f}"}
-
-
-def training_step(model: Any, batch: int) -> Callable[[], None]:
-    """One forward and backward pass over random images."""
-    preprocessing = model.card.preprocessing
-    images = torch.randn(batch, preprocessing.in_chans, *preprocessing.size)
-    targets = torch.zeros(batch, dtype=torch.long)
-    return lambda: F.cross_entropy(model(images), targets).backward()
 
 
 if __name__ == "__main__":

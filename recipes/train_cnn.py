@@ -34,7 +34,8 @@ import vision
 import zoo
 from vision.classify import Classification, ImageOptions
 from vision.evaluate import metrics
-from vision.insertion import Insertion, insertion_sites
+from vision.insertion import Insertion
+from vision.slots import slots
 from zoo import engine
 from zoo.diagnostics import NothingCapturedError, gate_profile, gate_ranges, save_gates
 from zoo.engine.batches import move
@@ -139,11 +140,13 @@ def build(config: Config, **more: Any) -> Any:
 
 def stages_of_gates(model: Any) -> dict[str, str]:
     """Inserted layers with a gate -> their stage."""
-    layers = gate_ranges(model)
-    places = insertion_sites(model, model.card.preprocessing.size) if layers else ()
-    stages = {f"{p.owner}.{p.slot}".lstrip("."): f"stage{p.stage}" for p in places}
-    slots = {layer: layer.rpartition(".")[0] for layer in layers}
-    return {layer: stages[slot] for layer, slot in slots.items() if slot in stages}
+    stages = {f"{name}.": slot.stage for name, slot in slots(model) if len(slot) and slot.stage}
+    return {
+        layer: f"stage{stage}"
+        for layer in gate_ranges(model)
+        for name, stage in stages.items()
+        if layer.startswith(name)
+    }
 
 
 def describe_gates(

@@ -5,12 +5,14 @@ Shapes: b batch, c y x channels, rows and columns.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from vision.augment import Augment
 from vision.data import ImageDataset, make_source
@@ -127,3 +129,15 @@ def smallest_batch(num_samples: int, batch_size: int, processes: int = 1) -> int
     together = batch_size * processes
     rest = num_samples % together or together
     return max(1, rest // processes)
+
+
+def training_step(model: Any, batch: int) -> Callable[[], None]:
+    """One forward and backward pass over random images, to be timed."""
+    images, targets = random_images(model, batch), torch.zeros(batch, dtype=torch.long)
+    return lambda: F.cross_entropy(model(images), targets).backward()
+
+
+def random_images(model: Any, batch: int) -> Tensor:
+    """(b c y x) of the size that a model's card tells."""
+    preprocessing = model.card.preprocessing
+    return torch.randn(batch, preprocessing.in_chans, *preprocessing.size)

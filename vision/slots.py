@@ -36,7 +36,12 @@ class Slot(nn.Sequential):
 
     Args:
         site: One of `SITES`, or the name of the module after whose output the slot stands.
+
+    Attributes:
+        stage: Of the network, from 1, once it is filled; 0 after a module that was named.
     """
+
+    stage: int = 0
 
     may_be_absent: ClassVar[bool] = True  # from weights of the host, as `zoo.merge` understands it
     _warned: ClassVar[list[str] | None] = None

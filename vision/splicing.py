@@ -197,4 +197,5 @@ def slot_at(model: nn.Module, place: Place) -> Slot:
     if not isinstance(slot, Slot):
         slot = Slot(place.site)
         owner.add_module(place.slot, slot.train(owner.training))
+    slot.stage = place.stage
     return slot

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from vision.layout import Layouts
 from vision.watching import SideEffect, refuse_context, watching
+from zoo.surgery import evaluating
 
 Forward = Callable[..., Any]
 
@@ -130,18 +131,6 @@ def _bound(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 def _outline(part: Any) -> Any:
     """Shape, type and device of a tensor without its values."""
     return part.new_zeros(()).expand(part.shape) if isinstance(part, Tensor) else part
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """All modules in evaluation, and afterwards each in the mode it had."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes.items():
-            module.training = training
 
 
 def trace(

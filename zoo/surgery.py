@@ -7,7 +7,7 @@ Shapes: b batch, n tokens, d width.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
@@ -284,7 +284,7 @@ def _observe(model: nn.Module, layers: Mapping[str, nn.Module], inputs: Tensor) 
     def keep(name: str) -> Any:
         return lambda module, args, output: seen.update({name: (args[0], output)})
 
-    with _evaluating(model), ExitStack() as stack:
+    with evaluating(model), ExitStack() as stack:
         for name, layer in layers.items():
             hook = layer.register_forward_hook(keep(name))
             stack.callback(hook.remove)
@@ -296,12 +296,13 @@ def _observe(model: nn.Module, layers: Mapping[str, nn.Module], inputs: Tensor) 
 def _layer_errors(
     model: nn.Module, changed: dict[str, SelfAttention], before: Seen
 ) -> dict[str, float]:
-    with _evaluating(model):
+    with evaluating(model):
         return {name: _error(m(before[name][0]), before[name][1]) for name, m in changed.items()}
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Any:
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """All modules in evaluation, and afterwards each in the mode it had."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:

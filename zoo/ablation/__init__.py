@@ -17,6 +17,7 @@ What a variant is about is the recipe's business; here it is a name and flags.
 from zoo.ablation.analysis import Report
 from zoo.ablation.cells import CellsFailed, run_cells
 from zoo.ablation.forecast import describe, seconds_of_cell
+from zoo.ablation.options import AblationOptions
 from zoo.ablation.plan import Plan, Variant, split_commas
 from zoo.ablation.report import report
 from zoo.ablation.results import collect, write_results
@@ -31,6 +32,7 @@ from zoo.ablation.stats import (
 )
 
 __all__ = [
+    "AblationOptions",
     "CellsFailed",
     "Comparison",
     "Plan",

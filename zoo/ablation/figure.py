@@ -11,6 +11,7 @@ from zoo.ablation.analysis import Report
 from zoo.ablation.plan import Plan
 from zoo.ablation.stats import Comparison
 from zoo.ablation.tables import difference
+from zoo.diagnostics.plotting import figure_class
 from zoo.engine.checkpoint import write_atomically
 
 # Verdict -> colour (Okabe and Ito's, told apart by the colour-blind), marker, word.
@@ -27,19 +28,13 @@ def forest_plot(plan: Plan, found: Report, baselines: Sequence[str], path: Path)
     Raises:
         ImportError: matplotlib is missing.
     """
-    try:
-        from matplotlib.figure import Figure  # draws with Agg, whatever pyplot is set to
-    except ImportError as error:
-        raise ImportError(
-            f"{path.name} needs matplotlib: pip install 'attention-zoo[plots]'"
-        ) from error
     panels = [
         [each for each in found.comparisons[name] if each.difference is not None]
         for name in baselines
     ]
     rows = [max(1, len(drawn)) for drawn in panels]
     height = 1.4 + 0.5 * len(panels) + 0.5 * sum(rows)
-    figure = Figure(figsize=(9, height), layout="constrained")
+    figure = figure_class(path)(figsize=(9, height), layout="constrained")
     grid = figure.subplots(len(panels), squeeze=False, sharex=True, height_ratios=rows)[:, 0]
     for axes, name, drawn in zip(grid, baselines, panels, strict=True):
         _panel(axes, drawn, found.decimals)

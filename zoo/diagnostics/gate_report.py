@@ -19,6 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from zoo.diagnostics.gates import GateMoments, GateStatistics
+from zoo.diagnostics.plotting import figure_class
 
 Profile = Mapping[str, GateMoments]
 LINES = 10  # classes that a figure can tell apart
@@ -121,15 +122,11 @@ def draw_gates(
     Raises:
         ImportError: matplotlib is missing.
     """
-    try:
-        from matplotlib.figure import Figure  # draws with Agg, whatever pyplot is set to
-    except ImportError as error:
-        raise ImportError(
-            f"{path.name} needs matplotlib: pip install 'attention-zoo[plots]'"
-        ) from error
     columns = {group: names[-ROWS:] for group, names in _members(profile, groups or {}).items()}
     height = max(map(len, columns.values()))
-    figure = Figure(figsize=(1 + 3.4 * len(columns), 1.5 + 2.4 * height), layout="constrained")
+    figure = figure_class(path)(
+        figsize=(1 + 3.4 * len(columns), 1.5 + 2.4 * height), layout="constrained"
+    )
     panels = figure.subplots(height, len(columns), squeeze=False)
     classes = _most_different(profile)
     for column, (group, names) in zip(panels.T, columns.items(), strict=True):

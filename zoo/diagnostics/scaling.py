@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from zoo.diagnostics.cost import free_bytes, in_turn, peak_bytes, ratio_of_medians, saved_bytes
+from zoo.diagnostics.plotting import figure_class
 
 Build = Callable[[int], nn.Module]  # the layer for n tokens: (1 n d) -> (1 n d)
 Row = dict[str, Any]
@@ -240,13 +241,7 @@ def plot(rows: Sequence[Row], path: Path, *, baseline: str = "") -> None:
     Raises:
         ImportError: matplotlib is missing.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(
-            f"{path.name} needs matplotlib: pip install 'attention-zoo[bench]'"
-        ) from error
-    figure = Figure(figsize=(14, 10), layout="constrained")
+    figure = figure_class(path)(figsize=(14, 10), layout="constrained")
     panels = figure.subplots(len(TASKS), len(VALUES), sharex=True)
     styles = _styles(rows, baseline)
     lengths = sorted({row["n"] for row in rows})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -71,7 +72,14 @@ class Adaptive(Core):
         given = {"bias": bias, "dropout_p": dropout_p, "tap": tap}
         if self.training:
             return self.in_training(q, k, v, mask, **given)
-        short = _lengths(mask, k.shape[-2], k.device) < self.threshold  # b|1
+        j = k.shape[-2]
+        padding = [
+            rule for rule in ([] if mask is None else mask.rules()) if rule.kind == "padding"
+        ]
+        if j < self.threshold or not padding:  # nothing to look into
+            core = self.when_short if j < self.threshold else self.when_long
+            return core(q, k, v, mask, **given)
+        short = _lengths(padding, j, k.device) < self.threshold  # b|1
         if bool(short.all()):
             return self.when_short(q, k, v, mask, **given)
         if not bool(short.any()):
@@ -85,15 +93,11 @@ class Adaptive(Core):
         return functools.reduce(torch.logical_or, known) if len(known) == len(seen) else None
 
 
-def _lengths(mask: Mask | None, j: int, device: torch.device) -> Tensor:
-    """Keys of each sample up to the last that padding leaves: (b|1)."""
-    lengths = torch.full((1,), j, device=device)
+def _lengths(padding: list[Mask], j: int, device: torch.device) -> Tensor:
+    """Keys of each sample up to the last that the rules leave: (b|1)."""
     places = torch.arange(1, j + 1, device=device)
-    for rule in [] if mask is None else mask.rules():
-        if rule.kind == "padding":
-            seen = rule.lower(1, j, device)[:, 0, 0]  # b|1 j|1
-            lengths = torch.minimum(lengths, (seen * places).amax(-1))
-    return lengths
+    seen = [rule.lower(1, j, device)[:, 0, 0] for rule in padding]  # b|1 j|1
+    return functools.reduce(torch.minimum, [(each * places).amax(-1) for each in seen])
 
 
 def _by_sample(
@@ -107,17 +111,18 @@ def _by_sample(
     given: dict[str, Any],
 ) -> Tensor:
     """Both kinds, each for its samples; captured weights are put together likewise."""
-    tap = given["tap"]
-    taken: list[Tensor] = []
-    if tap is not None and tap.active:
-        for core in (when_short, when_long):
-            own = Tap()
-            with own.observe(taken.append):
-                core(q, k, v, mask, **{**given, "tap": own})
-        tap.record(lambda: torch.where(short[:, None, None, None], *taken))
-    given = {**given, "tap": None}
-    one, other = (core(q, k, v, mask, **given) for core in (when_short, when_long))
-    return torch.where(short[:, None, None, None], one, other)
+    tap: Tap | None = given["tap"]
+    outputs: list[Tensor] = []
+    weights: list[Tensor] = []
+    observed = tap is not None and tap.active
+    for core in (when_short, when_long):
+        own = Tap()
+        with own.observe(weights.append) if observed else nullcontext():
+            outputs.append(core(q, k, v, mask, **{**given, "tap": own}))
+    chosen = short[:, None, None, None]
+    if tap is not None and observed:
+        tap.record(lambda: torch.where(chosen, weights[0], weights[1]))
+    return torch.where(chosen, outputs[0], outputs[1])
 
 
 def _build(name: str, kind: str, num_heads: int, head_dim: int) -> Core:

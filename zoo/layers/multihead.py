@@ -232,9 +232,9 @@ def set_temperature(model: nn.Module, temperature: float) -> None:
         what = "learns its temperature" if layers else "has no attention of zoo.layers"
         raise ValueError(f"temperature cannot be set: {type(model).__name__} {what}")
     temperature = positive("temperature", temperature)
+    for layer in layers if temperature != 1 else []:
+        layer._check_tempers(temperature)  # of all before any changes
     for layer in layers:
-        if temperature != 1:
-            layer._check_tempers(temperature)
         layer.temperature = temperature
     card = getattr(model, "card", None)
     if isinstance(card, ModelCard) and "temperature" in card.options:  # as the model is saved

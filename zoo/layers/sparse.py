@@ -109,12 +109,9 @@ class Sparse(Core):
         """Numbers of the key blocks that each of `keys` blocks sees at random: (keys r)."""
         return None
 
-    def pattern(self, rows: Tensor, cols: Tensor, j: int) -> Tensor:
+    def sees(self, rows: Tensor, cols: Tensor, j: int) -> Tensor:
         """What the kind allows, by place: the meaning of its layout, as a mask (*P)."""
         return self.rule(j, cols.device)(rows, cols)
-
-    def sees(self, rows: Tensor, cols: Tensor, j: int) -> Tensor:
-        return self.pattern(rows, cols, j)
 
     def rule(self, j: int, device: torch.device) -> Rule:
         """The same as a function of places, of elementwise operations only."""
@@ -198,7 +195,7 @@ class Sparse(Core):
     def _weights(self, q: Tensor, k: Tensor, mask: Mask | None, bias: Any) -> Tensor:
         i, j = q.shape[-2], k.shape[-2]
         rows = torch.arange(i, device=q.device)[:, None] + (j - i)
-        allowed = Mask.dense(self.pattern(rows, torch.arange(j, device=q.device)[None], j)) & mask
+        allowed = Mask.dense(self.sees(rows, torch.arange(j, device=q.device)[None], j)) & mask
         added = None if bias is None else bias.lower(i, j)
         return attention_weights(q, k, allowed, bias=added)
 

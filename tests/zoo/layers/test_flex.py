@@ -60,7 +60,7 @@ def test_the_blocks_are_those_of_the_pattern(
     core: Any = build_core(kind, 2, 16, **options)
     n = 1 + 13 * 23 if "grid" in options else N
     places = torch.arange(n)
-    dense = core.pattern(places[:, None], places[None], n)
+    dense = core.sees(places[:, None], places[None], n)
     if causal:
         dense = dense.tril()
     size = flex._BLOCK
