@@ -15,7 +15,10 @@ PACKAGES = ["zoo", "vision", "crossmodal", "recipes"]  # each may import those b
 # Floors inside zoo, lowest first; each may import its own floor and those below.
 FLOORS = [
     {"rng", "layers", "card"},
-    {"registry", "weights", "sources", "merge", "preprocess", "diagnostics", "surgery", "hosts"},
+    {
+        *("registry", "weights", "sources", "merge", "preprocess", "diagnostics", "surgery"),
+        *("hosts", "hosts_open_clip"),
+    },
     {"engine"},
     {"ablation"},
 ]

@@ -1,6 +1,7 @@
-"""Networks of timm and torchvision as models of the zoo: `timm:NAME`, `torchvision:NAME`.
+"""Networks of other libraries as models of the zoo: `timm:NAME`, `torchvision:NAME`.
 
-They are the libraries' own classes with their own state-dict keys, and bring a card.
+They are the libraries' own classes with their own state-dict keys, and bring a card. The visual
+towers of open_clip, `open_clip:ARCH`, are in `zoo.hosts_open_clip`.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def _timm(name: str) -> Host:
     from timm import get_pretrained_cfg, is_model, list_models
 
     if not is_model(name):
-        raise ValueError(_unknown("timm", name, list_models()))
+        raise ValueError(unknown_name("timm", name, list_models()))
     try:
         config = get_pretrained_cfg(name, allow_unregistered=False)
     except RuntimeError as error:
@@ -76,7 +77,7 @@ def _timm(name: str) -> Host:
         if config is not None and isinstance(config.first_conv, str):
             model.first_conv = config.first_conv  # type: ignore[assignment]
         sizes = {"num_classes": num_classes, "in_chans": in_chans, "img_size": img_size}
-        return _with_card(model, {**options, **sizes})
+        return with_card(model, {**options, **sizes})
 
     trained = config is not None and bool(config.has_weights)
     return Host(build, preprocessing, f"timm:{name}" if trained else None)
@@ -99,7 +100,7 @@ def _torchvision(name: str) -> Host:
     model_name, _, _ = name.partition(".")
     known = list_models(module=importlib.import_module("torchvision.models"))
     if model_name not in known:
-        raise ValueError(_unknown("torchvision", model_name, known))
+        raise ValueError(unknown_name("torchvision", model_name, known))
     weights: Any = list(get_model_weights(model_name))
     trained = _named_weights(name) if weights else None
 
@@ -116,13 +117,16 @@ def _torchvision(name: str) -> Host:
             options = {"init_weights": True, "aux_logits": False, **options}
         given = dict(options)
         if img_size is not None and model_name.startswith("vit_"):  # others take any size
-            given["image_size"] = img_size
-        model = get_model(model_name, weights=None, num_classes=max(1, num_classes), **given)
+            given["image_size"] = _side(name, img_size)
+        try:
+            model = get_model(model_name, weights=None, num_classes=max(1, num_classes), **given)
+        except AssertionError as error:
+            raise ValueError(f"torchvision:{name}: img_size ({img_size}): {error}") from error
         _tell_ends(model)
         if in_chans != 3:
-            _change_stem(model, in_chans)
+            change_stem(model, in_chans)
         sizes = {"num_classes": num_classes, "in_chans": in_chans, "img_size": img_size}
-        model = _with_card(model, {**options, **sizes})
+        model = with_card(model, {**options, **sizes})
         if num_classes < 1:
             model.reset_classifier(num_classes)  # type: ignore[operator]
         return model
@@ -158,6 +162,13 @@ def _of_weights(weights: Any) -> Preprocessing:
         interpolation=made.interpolation.value,
         crop_pct=crop / resize,
     )
+
+
+def _side(name: str, img_size: int | tuple[int, int]) -> int:
+    rows, cols = (img_size, img_size) if isinstance(img_size, int) else img_size
+    if rows != cols:
+        raise ValueError(f"img_size {(rows, cols)} must be square for torchvision:{name}")
+    return rows
 
 
 def _check_options(name: str, model_name: str, options: dict[str, Any]) -> None:
@@ -224,7 +235,8 @@ def _put(model: nn.Module, name: str, module: nn.Module) -> None:
     setattr(model.get_submodule(parent), child, module)
 
 
-def _change_stem(model: nn.Module, in_chans: int) -> None:
+def change_stem(model: nn.Module, in_chans: int) -> None:
+    """A new first convolution, for another number of channels."""
     name = str(model.first_conv)
     old: Any = model.get_submodule(name)
     new = nn.Conv2d(
@@ -242,18 +254,30 @@ def _change_stem(model: nn.Module, in_chans: int) -> None:
     _put(model, name, new)
 
 
-def _with_card(model: nn.Module, options: dict[str, Any]) -> nn.Module:
+def with_card(model: nn.Module, options: dict[str, Any]) -> nn.Module:
+    """The model, with a card of its options."""
     model.card = ModelCard(None, plain(options, "options"), Preprocessing())  # type: ignore[assignment]
     return model
 
 
-def _unknown(library: str, name: str, known: list[str]) -> str:
+def unknown_name(library: str, name: str, known: list[str]) -> str:
+    """That a library has no such model, and which names are near."""
     near = get_close_matches(name.partition(".")[0], known, n=3)
     nearest = f"; nearest: {', '.join(near)}" if near else ""
     return f"{library} has no model {name!r}{nearest}"
 
 
-HOSTS: dict[str, Callable[[str], Host]] = {"timm": _timm, "torchvision": _torchvision}
+def _open_clip(name: str) -> Host:
+    from zoo.hosts_open_clip import find_open_clip
+
+    return find_open_clip(name)
+
+
+HOSTS: dict[str, Callable[[str], Host]] = {
+    "timm": _timm,
+    "torchvision": _torchvision,
+    "open_clip": _open_clip,
+}
 
 
 def read_timm(name: str) -> Source:

@@ -169,8 +169,9 @@ def create_model(
     """Builds a model by name.
 
     Args:
-        name: A registered name (see `list_models`), `timm:NAME` or `torchvision:NAME` for a
-            network of these libraries, or `local-dir:FOLDER` for what `save_pretrained` wrote.
+        name: A registered name (see `list_models`), `timm:NAME`, `torchvision:NAME` or
+            `open_clip:ARCH` (its visual tower) for a network of these libraries, or
+            `local-dir:FOLDER` for what `save_pretrained` wrote.
         pretrained: False, True for the model's own weights, or a source of `load_pretrained`.
         num_classes: Outputs of the classifier; 0 leaves it out and returns pooled features.
         in_chans: Channels of the images; 3 by default.

@@ -42,10 +42,13 @@ class Source:
 
 
 def read_source(source: str) -> Source:
-    """Reads `file:PATH`, `local-dir:PATH`, `timm:NAME` or `torchvision:NAME`."""
+    """Reads `file:`, `local-dir:PATH`, `timm:`, `torchvision:NAME` or `open_clip:ARCH/TAG`."""
     prefix, colon, rest = source.partition(":")
     if not colon or prefix not in SOURCES:
-        known = "file:PATH, local-dir:PATH, timm:NAME[.TAG], torchvision:NAME[.WEIGHTS]"
+        known = (
+            "file:PATH, local-dir:PATH, timm:NAME[.TAG], torchvision:NAME[.WEIGHTS], "
+            "open_clip:ARCH/TAG"
+        )
         hint = ""
         if Path(source).expanduser().exists():
             kind = "local-dir" if Path(source).expanduser().is_dir() else "file"
@@ -186,11 +189,18 @@ def _read_torchvision(name: str) -> Source:
     return read_torchvision(name)
 
 
+def _read_open_clip(name: str) -> Source:
+    from zoo.hosts_open_clip import read_open_clip
+
+    return read_open_clip(name)
+
+
 SOURCES: dict[str, Callable[[str], Source]] = {
     "file": _read_file,
     "local-dir": _read_local_dir,
     "timm": _read_timm,
     "torchvision": _read_torchvision,
+    "open_clip": _read_open_clip,
 }
 
 

@@ -12,7 +12,7 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,12 @@ WIDTH, HEIGHT = 100.0, 56.0  # of a panel of learning curves, in its own units
 
 
 def as_html(
-    plan: Plan, found: Report, rows: list[dict[str, Any]], out: Path, picture: bytes | None
+    plan: Plan,
+    found: Report,
+    rows: list[dict[str, Any]],
+    out: Path,
+    picture: bytes | None,
+    pictures: Mapping[str, bytes] | None = None,
 ) -> str:
     """The page.
 
@@ -40,6 +45,7 @@ def as_html(
         rows: Those of results.jsonl.
         out: The ablation's folder, for learning curves and versions.
         picture: A PNG to embed.
+        pictures: More of them, by what they show.
     """
     from jinja2 import Environment, StrictUndefined
 
@@ -60,13 +66,18 @@ def as_html(
         body=body,
         seeds=_seeds(plan, found, rows),
         curves=_curves(plan, learning_curves(plan, out)),
-        picture=None if picture is None else base64.b64encode(picture).decode(),
+        picture=None if picture is None else _embedded(picture),
+        pictures={title: _embedded(each) for title, each in (pictures or {}).items()},
         flags={each.name: " ".join(flag_words(each.flags)) for each in plan.variants},
         shared=shlex.join(flag_words(plan.flags)),
         environment=environments(plan, out),
         commands=_commands(plan, out),
         written=time.strftime("%Y-%m-%d %H:%M"),
     )
+
+
+def _embedded(picture: bytes) -> str:
+    return base64.b64encode(picture).decode()
 
 
 def _parts(name: str) -> list[str]:

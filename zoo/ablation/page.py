@@ -83,7 +83,7 @@ dl {
 }
 dt { color: var(--soft); } dd { margin: 0; overflow-wrap: anywhere; }
 dd code { font-size: .85rem; }
-details img { width: 100%; max-width: 60rem; background: #ffffff; }
+details img, section > img { width: 100%; max-width: 60rem; background: #ffffff; }
 @media (max-width: 44rem) {
   .forest li { grid-template-columns: auto 1fr; padding: .4rem 0; }
   .forest .name, .forest svg { grid-column: 1 / -1; }
@@ -172,6 +172,13 @@ corrected (Holm) for all {{ plan.comparisons }} comparisons here.</p>
 {% endif %}
 </section>
 
+{% for title, each in pictures.items() %}
+<section>
+<h2>{{ title }}</h2>
+<img alt="{{ title }}" src="data:image/png;base64,{{ each }}">
+</section>
+
+{% endfor %}
 <section>
 <h2>Table</h2>
 <div class="scroll">

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from zoo.ablation.analysis import Extra, Report, analyse
@@ -20,6 +20,7 @@ def report(
     extra: Extra | None = None,
     figure: Sequence[str] | None = None,
     note: str = "",
+    pictures: Mapping[str, Path] | None = None,
 ) -> Report:
     """Writes results.jsonl, tables, effects.png and report.html from the cells finished so far.
 
@@ -29,6 +30,7 @@ def report(
         extra: More columns, variant -> column -> value: parameters, FLOPs, speed, memory.
         figure: Baselines to which effects.png shows the differences; the first by default.
         note: What the extra columns are, for the caption of the tables.
+        pictures: More PNG files for report.html, by what they show.
 
     Raises:
         ValueError: no cell has finished, one lacks the metric, or `extra` names another variant.
@@ -48,7 +50,8 @@ def report(
         forest_plot(plan, found, figure or plan.baselines[:1], out / "effects.png")
         picture = (out / "effects.png").read_bytes()
     finally:
-        _write(out / "report.html", as_html(plan, found, rows, out, picture))
+        more = {title: path.read_bytes() for title, path in (pictures or {}).items()}
+        _write(out / "report.html", as_html(plan, found, rows, out, picture, more))
     return found
 
 

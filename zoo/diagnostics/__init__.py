@@ -12,6 +12,7 @@ from zoo.diagnostics.gates import (
     gate_ranges,
     gate_statistics,
 )
+from zoo.diagnostics.measures import entropy
 
 __all__ = [
     "GateMoments",
@@ -20,6 +21,7 @@ __all__ = [
     "capture_attention",
     "capture_gates",
     "draw_gates",
+    "entropy",
     "gate_profile",
     "gate_ranges",
     "gate_statistics",

@@ -5,7 +5,7 @@ Import from here; the modules behind load Accelerate only when a run starts.
 
 from zoo.engine.batches import BatchPlan, Loader, MicroBatch
 from zoo.engine.checkpoint import CheckpointError
-from zoo.engine.evaluation import evaluate, evaluation_loader
+from zoo.engine.evaluation import collect, evaluate, evaluation_loader
 from zoo.engine.loop import NonFiniteError, fit
 from zoo.engine.mixing import Mixing
 from zoo.engine.optim import EMA, adamw, parameter_groups, warmup_cosine
@@ -24,6 +24,7 @@ __all__ = [
     "Run",
     "TrainOptions",
     "adamw",
+    "collect",
     "evaluate",
     "evaluation_loader",
     "fit",

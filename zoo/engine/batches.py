@@ -131,8 +131,8 @@ class Loader:
         workers: Worker processes; 0 reads in this process.
         lead: Also read each micro-batch's `lead` sample, in front (for `Mixing`).
         pin_memory: Page-locked batches, for copies to a GPU.
-        prepare: What is done to each batch in this process; it gets `epoch` and `index` (of the
-            micro-batch) too, and may run some batches ahead.
+        prepare: What is done to each batch in this process; it gets `epoch`, `index` and `size` of
+            the micro-batch too, and may run some batches ahead.
     """
 
     def __init__(
@@ -182,7 +182,7 @@ class Loader:
             yield from [
                 self._prepare(
                     {name: values[i] for name, values in parts.items()}
-                    | {"epoch": self._epoch, "index": micro.index}
+                    | {"epoch": self._epoch, "index": micro.index, "size": micro.size}
                 )
                 for i, micro in enumerate(group)
             ]

@@ -36,6 +36,7 @@ from zoo.rng import derive_seed
 StepFn = Callable[[nn.Module, Batch], torch.Tensor]
 PrepareFn = Callable[[Batch], Batch]
 EvaluateFn = Callable[[nn.Module], "dict[str, float] | None"]
+AfterFn = Callable[[nn.Module, int], None]
 Window = Iterable["tuple[MicroBatch, Batch]"]
 
 
@@ -78,6 +79,7 @@ class Training:
     ema: EMA | None
     step_fn: StepFn
     schedule_fn: ScheduleFn | None
+    after_update: AfterFn | None
     loader: Loader
     position: Position
     tracking: Tracking
@@ -107,6 +109,7 @@ def fit(
     *,
     prepare_fn: PrepareFn | None = None,
     schedule_fn: ScheduleFn | None = None,
+    after_update: AfterFn | None = None,
     lead: bool = False,
     best: str = "val/top1",
     save_model: Callable[[nn.Module, Any], Any] | None = None,
@@ -117,13 +120,15 @@ def fit(
         run: From `start_run`; its options decide everything not given here.
         model: On the CPU, not wrapped.
         step_fn: `(model, batch) -> mean loss over the batch`, with the wrapped model. Batches have
-            the source's tensors on the device, and `epoch` and `index` of the micro-batch.
+            the source's tensors on the device, and `epoch`, `index` and `size` of the micro-batch.
         source: Training data.
         evaluate_fn: `(bare model) -> metrics`; None where it was asked to stop.
         prepare_fn: `(batch) -> batch` for `step_fn`, on the device and some batches ahead: what
             needs no model (normalising, mixing). Random numbers only by (epoch, index).
         schedule_fn: `(bare model, progress)` before each update, with 0 at the first and 1 at the
             last: for what changes over a run besides the learning rate.
+        after_update: `(bare model, step)` after each update, on every process: for bounds on
+            parameters, and for looking inside. Steps count from 1.
         lead: Batches start with the sample before them (for `Mixing`).
         best: Metric whose highest value marks the best checkpoint.
         save_model: `(model, folder)` writes the trained model; `zoo.save_pretrained` by default.
@@ -132,7 +137,7 @@ def fit(
         NonFiniteError: NaN or infinity in the loss or the gradient.
         SystemExit: 130 after Ctrl-C, 143 after SIGTERM; everything is saved.
     """
-    training = _prepare(run, model, step_fn, source, prepare_fn, schedule_fn, lead)
+    training = _prepare(run, model, step_fn, source, prepare_fn, schedule_fn, after_update, lead)
     training.progress.say(_opening(training))
     try:
         with run.signals():
@@ -184,6 +189,7 @@ def _prepare(
     source: Source,
     prepare_fn: PrepareFn | None,
     schedule_fn: ScheduleFn | None,
+    after_update: AfterFn | None,
     lead: bool,
 ) -> Training:
     """Puts the parts together and restores the checkpoint of a resumed run."""
@@ -228,6 +234,7 @@ def _prepare(
         ema=ema,
         step_fn=step_fn,
         schedule_fn=schedule_fn,
+        after_update=after_update,
         loader=loader,
         position=position,
         tracking=Tracking(accelerator, run.folder, position.step, position.epoch),
@@ -259,7 +266,7 @@ def _unused_parameters(
     buffers = [buffer.clone() for buffer in model.buffers()]
     size = min(len(source), 2)
     keys = [(0, i) for i in ([0] * lead + list(range(size)))]
-    batch = prepare({**source.__getitems__(keys), "epoch": 0, "index": 0})
+    batch = prepare({**source.__getitems__(keys), "epoch": 0, "index": 0, "size": size})
     with torch.random.fork_rng(), run.accelerator.autocast():
         step_fn(model, batch).backward()
     for buffer, before in zip(model.buffers(), buffers, strict=True):
@@ -354,6 +361,8 @@ def _update(training: Training, window: Window, delayed: _Delayed) -> bool:
     # Accelerate's wrapper searches for packages in each step, and is needed for loss scaling only.
     optimizer = training.optimizer if accelerator.scaler else training.optimizer.optimizer
     optimizer.step()
+    if training.after_update:
+        training.after_update(training.model, position.step + 1)
     for parameter in training.parameters:
         parameter.grad = None
     if training.ema:

@@ -13,6 +13,7 @@ from zoo.layers.bias import (
     resample_table,
 )
 from zoo.layers.block import Block, DropPath, LayerScale, Mlp, checkpoint_block
+from zoo.layers.cache import KeyValues, reorder
 from zoo.layers.core import Core
 from zoo.layers.factory import (
     core_options,
@@ -42,6 +43,7 @@ __all__ = [
     "Core",
     "CrossAttention",
     "DropPath",
+    "KeyValues",
     "LayerScale",
     "Mask",
     "MaskLike",
@@ -66,6 +68,7 @@ __all__ = [
     "layer_norm",
     "list_attention",
     "register_attention",
+    "reorder",
     "resample_1d",
     "resample_grid",
     "resample_prior",

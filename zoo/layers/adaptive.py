@@ -29,6 +29,8 @@ class Adaptive(Core):
         threshold: Number of keys.
     """
 
+    unsteady = "it takes another kind from a number of keys on"
+
     def __init__(
         self,
         num_heads: int,

@@ -35,6 +35,8 @@ class Core(nn.Module):
     drops: bool = True  # whether there are weights that dropout can act on
     # What a temperature divides: "queries", "scores" (forward then takes them as `scale`), or "".
     tempers: str = "queries"
+    # Why a token's output may change with the tokens behind it, even under a causal mask.
+    unsteady: str = ""
 
     def __init__(self, num_heads: int, head_dim: int) -> None:
         super().__init__()
@@ -71,6 +73,26 @@ class Core(nn.Module):
                 f"attention kind {self.kind!r} has no scores to add a bias to (positions relative "
                 f"and prior); kinds that have: {', '.join(kinds_with_bias())}"
             )
+
+    def check_growing(self) -> None:
+        """Refuses a sequence that is read token by token: each output would have to be final.
+
+        Raises:
+            ValueError: with the reason.
+        """
+        self.check_mask(Mask.causal())
+        if self.unsteady:
+            raise ValueError(
+                f"attention kind {self.kind!r} cannot read a sequence token by token: "
+                f"{self.unsteady}"
+            )
+
+    def prepare(self, k: Tensor) -> Tensor | None:
+        """What scores need of the keys (b h j e) before any query is known; None: the keys.
+
+        Where keys are kept, it is computed once and given in their place, with `prepared=True`.
+        """
+        return None
 
     def sees(self, rows: Tensor, cols: Tensor, j: int) -> Tensor | None:
         """Which keys, by place of j, a query can see at all under no mask; None: every one."""
@@ -148,6 +170,9 @@ class Additive(Core):
         self.key = nn.Linear(head_dim, hidden_dim, bias=False)
         self.score = nn.Linear(hidden_dim, 1, bias=False)
 
+    def prepare(self, k: Tensor) -> Tensor:
+        return self.key(k)
+
     def forward(
         self,
         q: Tensor,
@@ -159,9 +184,10 @@ class Additive(Core):
         dropout_p: float = 0.0,
         tap: Tap | None = None,
         scale: Tensor | float = 1.0,
+        prepared: bool = False,
     ) -> Tensor:
         q, k = blank_unseen(q, k, mask)
-        hidden_q, hidden_k = self.query(q), self.key(k)
+        hidden_q, hidden_k = self.query(q), k if prepared else self.key(k)
         pair = hidden_k.numel() * hidden_k.element_size()  # of one query with all keys
         chunks = hidden_q.split(max(1, self.chunk_bytes // max(1, pair)), dim=2)
         if len(chunks) > 1 and torch.is_grad_enabled():

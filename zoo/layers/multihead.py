@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from zoo.card import ModelCard
 from zoo.layers.attention import nothing
+from zoo.layers.cache import KeyValues
 from zoo.layers.check import flag, fraction, integer, positive
 from zoo.layers.core import Core, Full
 from zoo.layers.mask import Mask, MaskLike
@@ -115,16 +116,25 @@ class MultiHead(nn.Module):
                 "no scores that it could divide"
             )
 
-    def _mix(self, q: Tensor, k: Tensor, v: Tensor, mask: MaskLike) -> Tensor:
-        """(b h i e), (b kv j e), (b kv j e) -> (b i d)"""
+    def _kept(self, k: Tensor, v: Tensor) -> KeyValues:
+        """(b kv j e), (b kv j e): what later calls need of them, computed as far as it can be."""
+        k = self.k_norm(k)
+        prepared = None if self.rope is not None else self.core.prepare(k)
+        return KeyValues(k, v) if prepared is None else KeyValues(prepared, v, prepared=True)
+
+    def _mix(self, q: Tensor, kept: KeyValues, mask: MaskLike) -> Tensor:
+        """(b h i e), keys and values (b kv j e) -> (b i d)"""
+        k, v, prepared = kept
         mask = Mask.of(mask)
         if mask is not None:
             mask.check((*q.shape[:3], k.shape[2]))
             self.core.check_mask(mask)
-        q, k = self.q_norm(q), self.k_norm(k)
+        q = self.q_norm(q)
         if self.rope is not None:
             q, k = self.rope(q, k)
-        q, scale = self._temper(q)
+        q, given = self._temper(q)
+        if prepared:
+            given["prepared"] = True
         if self.num_kv_heads != self.num_heads:
             groups = self.num_heads // self.num_kv_heads
             k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
@@ -135,7 +145,7 @@ class MultiHead(nn.Module):
             spoiled = None if mask is None else _spoiled(k, v)
             if spoiled is not None:
                 k, v = (x.masked_fill(spoiled[..., None], 0) for x in (k, v))
-            x = self.core(q, k, v, mask, bias=self.bias, dropout_p=dropout_p, tap=self.tap, **scale)
+            x = self.core(q, k, v, mask, bias=self.bias, dropout_p=dropout_p, tap=self.tap, **given)
             if spoiled is not None and mask is not None:
                 x = x.masked_fill(self._sees_any(spoiled, mask, q.shape[2]), torch.nan)
         return self.proj_drop(self.proj(merge_heads(x)))
@@ -188,13 +198,40 @@ class SelfAttention(MultiHead):
         """(b n d) -> (b n d)"""
         if context is not None:
             raise TypeError("SelfAttention takes no context; use CrossAttention(dim, num_heads)")
+        q, k, v = self._project(x)
+        return self._mix(q, KeyValues(self.k_norm(k), v), mask)
+
+    def extend(
+        self, x: Tensor, past: KeyValues | None = None, mask: MaskLike = None
+    ) -> tuple[Tensor, KeyValues]:
+        """Reads the tokens after `past`, causally: (b i d) -> (b i d), and what is kept of all.
+
+        Equal to the last i outputs of `forward` over all j tokens under `Mask.causal() & mask`.
+
+        Args:
+            past: What the call for the tokens before returned; None at the start.
+            mask: A further rule for the i queries and all j keys.
+
+        Raises:
+            ValueError: the kind's outputs are not final before all tokens are there.
+        """
+        self.core.check_growing()
+        q, k, v = self._project(x)
+        kept = self._kept(k, v)
+        kept = kept if past is None else past.append(kept)
+        if x.shape[1] > 1:  # a single query is the last and sees all
+            mask = Mask.causal() & mask
+        return self._mix(q, kept, mask), kept
+
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(b n d) -> (b h n e), (b kv n e), (b kv n e)"""
         _check_tokens("x", x, self.dim)
         if self.num_kv_heads == self.num_heads:
             q, k, v = split_heads(self.qkv(x), 3, self.num_heads)
-        else:
-            q, kv = self.qkv(x).split([self.width, 2 * self.kv_width], dim=-1)
-            (q,), (k, v) = split_heads(q, 1, self.num_heads), split_heads(kv, 2, self.num_kv_heads)
-        return self._mix(q, k, v, mask)
+            return q, k, v
+        q, kv = self.qkv(x).split([self.width, 2 * self.kv_width], dim=-1)
+        (q,), (k, v) = split_heads(q, 1, self.num_heads), split_heads(kv, 2, self.num_kv_heads)
+        return q, k, v
 
 
 class CrossAttention(MultiHead):
@@ -204,20 +241,35 @@ class CrossAttention(MultiHead):
         self.q = nn.Linear(dim, self.width, bias=bias)
         self.kv = nn.Linear(self.dim_context, 2 * self.kv_width, bias=bias)
 
-    def forward(self, x: Tensor, context: Tensor | None = None, mask: MaskLike = None) -> Tensor:
-        """x (b i d), context (b j d_context) -> (b i d)"""
+    def forward(
+        self, x: Tensor, context: Tensor | KeyValues | None = None, mask: MaskLike = None
+    ) -> Tensor:
+        """x (b i d), context (b j d_context), or what `project` made of it -> (b i d)"""
         if context is None:
             raise TypeError("CrossAttention needs a context; SelfAttention attends within x")
         _check_tokens("x", x, self.dim)
-        _check_tokens("context", context, self.dim_context)
-        if x.shape[0] != context.shape[0]:
+        if isinstance(context, KeyValues):
+            kept, shape = context, context.values.shape
+        else:
+            k, v = self._split(context)
+            kept, shape = KeyValues(self.k_norm(k), v), context.shape
+        if x.shape[0] != shape[0]:
             raise ValueError(
                 f"x and context must agree in batch; got x {tuple(x.shape)}, "
-                f"context {tuple(context.shape)}"
+                f"context {tuple(shape)}"
             )
         (q,) = split_heads(self.q(x), 1, self.num_heads)
+        return self._mix(q, kept, mask)
+
+    def project(self, context: Tensor) -> KeyValues:
+        """Keys and values of a context that many calls attend to: (b j d_context)."""
+        return self._kept(*self._split(context))
+
+    def _split(self, context: Tensor) -> tuple[Tensor, Tensor]:
+        """(b j d_context) -> (b kv j e), (b kv j e)"""
+        _check_tokens("context", context, self.dim_context)
         k, v = split_heads(self.kv(context), 2, self.num_kv_heads)
-        return self._mix(q, k, v, mask)
+        return k, v
 
 
 def set_temperature(model: nn.Module, temperature: float) -> None:

@@ -385,6 +385,8 @@ class Window(Sparse):
         self.grid = None if grid is None else check_grid(grid)
         self.window = _window(window, self.grid)
         self.shift = _shift(shift, self.window)
+        if self.grid is not None:
+            self.unsteady = "its windows are cut from a whole grid; leave grid out for a sequence"
         super().__init__(num_heads, head_dim, math.prod(self.window), num_global)
         self._windows: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
@@ -611,7 +613,7 @@ class BigBird(Sparse):
         The distance is drawn for each block by itself, even on a logarithmic scale, so that the
         blocks of a sequence stay the same when another follows them.
         """
-        if not self.num_random or keys <= 2 * self.reach + 1:
+        if not self.num_random or keys <= self.reach + 1:
             return None
         table = torch.cat([self._drawn(part) for part in range(-(-keys // _DRAWN))])[:keys]
         return table.masked_fill(table >= keys, -1)

@@ -1,0 +1,205 @@
+"""Trains models of images and their captions: to find, to match and to write them.
+
+Command:
+    accelerate launch recipes/train_crossmodal.py
+    accelerate launch recipes/train_crossmodal.py --task match --fusion-norm shared
+    accelerate launch recipes/train_crossmodal.py --task caption --decoder lstm_additive
+    accelerate launch recipes/train_crossmodal.py --data pairs:captions.jsonl --img-size 64
+
+contrastive trains a dual encoder (CLIP, arXiv 2103.00020), match adds cross-attention and decides
+for each pair (ALBEF, arXiv 2107.07651), caption writes by an LSTM or a Transformer.
+
+Expected: see RESULTS.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import tyro
+from torch import Tensor, nn
+
+import zoo
+from crossmodal.captioner import caption_loss
+from crossmodal.loss import contrastive_loss
+from crossmodal.matcher import match_loss
+from crossmodal.training import (
+    PairOptions,
+    PairTask,
+    caption_rows,
+    image_rows,
+    score_captions,
+    score_dual,
+    score_matcher,
+    text_rows,
+)
+from zoo import engine
+
+MODELS = {"contrastive": "dual_micro", "match": "matcher_micro", "caption": "captioner_micro"}
+BEST = {"contrastive": "val/t2i_recall@5", "match": "val/t2i_recall@5", "caption": "val/bleu4"}
+
+Metrics = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Config(PairOptions, engine.TrainOptions):
+    """Trains a model of images and captions and writes a run folder."""
+
+    task: Literal["contrastive", "match", "caption"] = "contrastive"
+    """What is learned: one space for both, whether a pair belongs together, or writing captions."""
+    model: str = ""
+    """Name of a model, see `zoo.list_models()`, or local-dir:FOLDER; dual_micro, matcher_micro or
+    captioner_micro by default, as the task has it."""
+    data: str = "emoji"
+    epochs: int = 60
+    batch_size: int = 128
+    lr: float = 2e-3
+    loss: Literal["infonce", "sigmoid"] | None = None
+    """Contrastive loss (arXiv 2103.00020, 2303.15343); the model's own by default, infonce."""
+    embed_dim: int | None = None
+    """Width of the shared space; the model's own by default."""
+    fusion_norm: Literal["per_modality", "shared", "none", "qk"] | None = None
+    """match: how the modalities are normalised before they attend."""
+    fusion_layout: Literal["cross", "merged"] | None = None
+    """match: attend to the other modality alone, or to both (arXiv 2111.02387)."""
+    fusion_direction: Literal["text_to_image", "image_to_text", "both"] | None = None
+    """match: which modality attends."""
+    fusion_attention: str | None = None
+    """match: kind of attention, see `zoo.layers.list_attention()`."""
+    image_scale: float | None = None
+    """match: factor on the image's tokens before the fusion, to see what norms are for."""
+    rerank: int = 16
+    """match: candidates of the dual encoder that the matcher puts into order."""
+    decoder: Literal["lstm_fixed", "lstm_additive", "transformer"] | None = None
+    """caption: what writes (arXiv 1411.4555, 1502.03044, 1706.03762)."""
+    beams: int = 1
+    """caption: captions that evaluation follows at once; 1 takes the likeliest word each time."""
+    label_smoothing: float = 0.0
+    """caption: share of each target spread over the vocabulary."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "model", self.model or MODELS[self.task])
+        engine.TrainOptions.__post_init__(self)
+        PairOptions.__post_init__(self)
+        if self.rerank < 1 or not 0 <= self.label_smoothing < 1:
+            raise ValueError(
+                f"rerank ({self.rerank}) must be at least 1, label_smoothing "
+                f"({self.label_smoothing}) in [0, 1)"
+            )
+        self.options_of_the_task()
+
+    def options_of_the_task(self) -> dict[str, Any]:
+        """Options of the model that were given; those of another task are refused."""
+        tasks: dict[str, list[str]] = {
+            "contrastive": ["loss", "embed_dim"],
+            "match": ["loss", "embed_dim", "image_scale"],
+            "caption": ["decoder"],
+        }
+        tasks["match"] += [
+            f"fusion_{name}" for name in ("norm", "layout", "direction", "attention")
+        ]
+        names = dict.fromkeys(name for each in tasks.values() for name in each)
+        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        for name in given:
+            if name not in tasks[self.task]:
+                of = " or ".join(task for task, own in tasks.items() if name in own)
+                raise ValueError(f"{name} is for --task {of}, and the task is {self.task}")
+        return given
+
+
+def main(config: Config) -> None:
+    run = engine.start_run(__file__, config)
+    data = config.load()
+    model: Any = zoo.create_model(
+        config.model,
+        pretrained=config.pretrained or False,
+        **config.model_options(data),
+        **config.options_of_the_task(),
+    )
+    task = PairTask(model, data, config, config.seed)
+    scores = {"contrastive": dual_scores, "match": match_scores, "caption": caption_scores}
+
+    def contrastive(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+        found = model(batch["images"], batch["tokens"], batch["mask"])
+        return contrastive_loss(*found, kind=bare.loss, size=batch["size"])
+
+    def match(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+        key = (config.seed, batch["epoch"], batch["index"])
+        found = model(batch["images"], batch["tokens"], batch["mask"], key=key, size=batch["size"])
+        both = contrastive_loss(*found[:4], kind=bare.loss, size=batch["size"])
+        return both + match_loss(found)
+
+    def caption(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+        logits = model(batch["images"], batch["tokens"], batch["mask"])
+        return caption_loss(logits, batch["tokens"], batch["mask"], config.label_smoothing)
+
+    def evaluate_fn(model: Any) -> Metrics | None:
+        found = scores[config.task](model, run, task, config)
+        return None if found is None else {f"val/{name}": value for name, value in found.items()}
+
+    bare = model
+    run.notes["pairs"] = data.report
+    engine.fit(
+        run,
+        model,
+        {"contrastive": contrastive, "match": match, "caption": caption}[config.task],
+        task.train,
+        evaluate_fn,
+        prepare_fn=task.prepare,
+        after_update=None if config.task == "caption" else lambda model, _: model.clamp_scale_(),
+        best=BEST[config.task],
+    )
+
+
+def dual_scores(model: Any, run: engine.Run, task: PairTask, config: Config) -> Metrics | None:
+    """Recall both ways over all validation pairs."""
+    found = retrieval_rows(model, run, task, config)
+    return None if found is None else score_dual(model, *found, task.data.val)
+
+
+def match_scores(model: Any, run: engine.Run, task: PairTask, config: Config) -> Metrics | None:
+    """The same after the matcher has put the nearest into order, and before it."""
+    found = retrieval_rows(model, run, task, config, tokens=True)
+    if found is None:
+        return None
+    return score_matcher(model, *found, task.data.val, k=config.rerank)
+
+
+def retrieval_rows(
+    model: Any, run: engine.Run, task: PairTask, config: Config, tokens: bool = False
+) -> tuple[dict[str, Tensor], dict[str, Tensor]] | None:
+    """What the towers make of all validation images and all their captions."""
+    val, rows = task.data.val, {}
+    for name, source, fn in (
+        ("images", task.pairs(val), image_rows(task, tokens)),
+        ("texts", task.captions(val), text_rows(tokens)),
+    ):
+        loader = engine.evaluation_loader(
+            run.accelerator, source, 2 * config.batch_size, config.workers
+        )
+        found = engine.collect(run.accelerator, model, loader, fn, run.stopping)
+        if found is None:
+            return None
+        rows[name] = found
+    return rows["images"], rows["texts"]
+
+
+def caption_scores(model: Any, run: engine.Run, task: PairTask, config: Config) -> Metrics | None:
+    """What the model writes about the validation images, and about training ones."""
+    scores: Metrics = {}
+    for prefix, pairs in (("", task.data.val), ("train_", task.data.train)):
+        loader = engine.evaluation_loader(
+            run.accelerator, task.pairs(pairs), 2 * config.batch_size, config.workers
+        )
+        fn = caption_rows(task, config.beams)
+        rows = engine.collect(run.accelerator, model, loader, fn, run.stopping)
+        if rows is None:
+            return None
+        found = score_captions(task, rows, pairs)
+        scores |= {f"{prefix}{name}": value for name, value in found.items()}
+    return scores
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config))

@@ -1,0 +1,206 @@
+"""open_clip's modules with random weights against ours with the same weights converted."""
+
+from __future__ import annotations
+
+import open_clip
+import pytest
+import torch
+from open_clip import transformer as theirs
+from torch import nn
+
+from crossmodal.convert import (
+    convert_block,
+    convert_coca_block,
+    convert_pooler,
+    convert_text_projection,
+    convert_text_tower,
+)
+from crossmodal.fusion import CrossBlock
+from crossmodal.pool import TokenPool
+from crossmodal.text import TextTower
+from zoo import capture_attention
+from zoo.layers import Block, Mask
+
+B, N, M, D, C, H = 3, 6, 9, 32, 20, 4
+CAPTIONS = ["a dog", "two red houses by the sea", ""]
+SMALL = {"width": D, "heads": H, "layers": 2, "output_dim": 12}
+
+
+def shuffled(module):
+    """Random weights everywhere: norms and biases that start at 1 and 0 could hide a mix-up."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return module.eval()
+
+
+def close(ours, wanted):
+    torch.testing.assert_close(ours, wanted, rtol=1e-5, atol=1e-5)
+
+
+def tokens_of(*shape, seed=1):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def check_tower(tower, projection, theirs_tower, state):
+    """Pooled and projected, and every token of the captions."""
+    tower.load_state_dict(convert_text_tower(state))
+    projection.load_state_dict(convert_text_projection(state))
+    ids, mask = tower.make_tokenizer()(CAPTIONS, length=tower.context_length)
+    theirs_tower.output_tokens = True
+    with torch.no_grad():
+        pooled, tokens = theirs_tower(ids)
+        encoded = tower.eval()(ids, mask)
+        close(projection(encoded.pooled), pooled)
+    close(encoded.tokens[mask], tokens[mask])
+
+
+# --- text towers -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prefix", ["", "text."])
+@pytest.mark.parametrize(
+    ("options", "ours"),
+    [
+        ({}, {}),
+        ({"no_causal_mask": True, "use_pad_mask": True}, {"causal": False}),
+        ({"act_layer": theirs.QuickGELU}, {"act": "quick_gelu"}),
+        ({"ls_init_value": 0.1}, {"init_values": 0.1}),
+        ({"qk_norm": True, "block_type": "custom"}, {"qk_norm": True}),
+        ({"proj_bias": True}, {}),
+        ({"context_length": 12}, {"context_length": 12}),
+    ],
+)
+def test_text_tower(options, ours, prefix):
+    torch.manual_seed(0)
+    tower = shuffled(theirs.TextTransformer(**SMALL, **options))
+    state = {f"{prefix}{name}": value for name, value in tower.state_dict().items()}
+    state |= {"visual.proj": torch.zeros(1), "logit_scale": torch.zeros(())}
+    mine = TextTower(embed_dim=D, depth=2, num_heads=H, **ours)
+    projection = nn.Linear(D, 12, bias="proj_bias" in options)
+    check_tower(mine, projection, tower, state)
+
+
+def test_text_part_of_clip():
+    """The first CLIP keeps its text tower at the top of the model, and the projection beside it."""
+    torch.manual_seed(0)
+    vision = {"image_size": 32, "layers": 1, "width": 64, "patch_size": 16}
+    text = {"context_length": 77, "width": D, "heads": H, "layers": 2}
+    clip = shuffled(open_clip.CLIP(12, vision_cfg=vision, text_cfg=text))
+    tower, projection = TextTower(embed_dim=D, depth=2, num_heads=H), nn.Linear(D, 12, bias=False)
+    state = clip.state_dict()
+    tower.load_state_dict(convert_text_tower(state))
+    projection.load_state_dict(convert_text_projection(state))
+    ids, mask = tower.make_tokenizer()(CAPTIONS)
+    full, _ = tower.make_tokenizer()(CAPTIONS, length=77)
+    with torch.no_grad():
+        close(projection(tower.eval()(ids, mask).pooled), clip.encode_text(full))
+
+
+def test_text_tower_of_vit_b_32_at_two_layers():
+    config = open_clip.get_model_config("ViT-B-32")["text_cfg"]
+    torch.manual_seed(0)
+    tower = theirs.TextTransformer(**{**config, "layers": 2}, output_dim=512).eval()
+    ours = TextTower(depth=2)
+    check_tower(ours, nn.Linear(512, 512, bias=False), tower, tower.state_dict())
+
+
+@pytest.mark.slow
+def test_text_tower_of_vit_b_32():
+    config = open_clip.get_model_config("ViT-B-32")["text_cfg"]
+    tower = theirs.TextTransformer(**config, output_dim=512).eval()
+    check_tower(TextTower(), nn.Linear(512, 512, bias=False), tower, tower.state_dict())
+
+
+# --- blocks and pooler -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mlp_ratio", [4.0, 2.0])
+def test_coca_block(mlp_ratio):
+    block = shuffled(theirs.ResidualAttentionBlock(D, H, mlp_ratio, is_cross_attention=True))
+    ours = CrossBlock(D, D, H, gated=False, mlp_ratio=mlp_ratio, norm_layer=nn.LayerNorm)
+    ours.load_state_dict(convert_coca_block(block.state_dict()))
+    x, context = tokens_of(B, N, D), tokens_of(B, M, D, seed=2) * 3
+    lengths = torch.tensor([M, 4, 1])
+    seen = torch.arange(M) < lengths[:, None]
+    close(ours(x, context), block(x, context, context))
+    forbidden = torch.zeros(B * H, N, M).masked_fill(
+        ~seen.repeat_interleave(H, 0)[:, None], float("-inf")
+    )
+    wanted = block(x, context, context, attn_mask=forbidden)
+    close(ours(x, context, context_mask=Mask.padding(lengths)), wanted)
+
+
+def test_multimodal_transformer():
+    """CoCa's text decoder: a causal block and a cross-attending one in turn."""
+    decoder = shuffled(theirs.MultimodalTransformer(D, 2, H, context_length=N, output_dim=D))
+    x, image = tokens_of(B, N, D), tokens_of(B, M, D, seed=2)
+    wanted = decoder(image, x)
+    cross = nn.ModuleList(
+        CrossBlock(D, D, H, gated=False, norm_layer=nn.LayerNorm) for _ in decoder.cross_attn
+    )
+    with capture_attention(cross) as records:
+        for index, mixed in enumerate(cross):
+            own = Block(D, H, norm_layer=nn.LayerNorm)
+            own.load_state_dict(convert_block(decoder.resblocks[index].state_dict()))
+            mixed.load_state_dict(convert_coca_block(decoder.cross_attn[index].state_dict()))
+            x = mixed(own(x, Mask.causal()), image)
+    close(decoder.ln_final(x) @ decoder.text_projection, wanted)
+    assert set(records) == {"0.attn", "1.attn"}
+
+
+@pytest.mark.parametrize("dim_context", [D, C])
+def test_pooler(dim_context):
+    """torch stacks the projections where the widths are equal, and keeps them apart elsewhere."""
+    pooler = shuffled(theirs.AttentionalPooler(D, dim_context, H, n_queries=5))
+    ours = TokenPool(D, dim_context, num_queries=5, num_heads=H, norm_layer=nn.LayerNorm)
+    ours.load_state_dict(convert_pooler(pooler.state_dict()))
+    x = tokens_of(B, M, dim_context)
+    close(ours(x), pooler(x))
+
+
+def test_nothing_given_is_changed():
+    pooler = theirs.AttentionalPooler(D, D, H, n_queries=5).state_dict()
+    block = theirs.ResidualAttentionBlock(D, H, is_cross_attention=True).state_dict()
+    tower = theirs.TextTransformer(**SMALL).state_dict()
+    for convert, state in (
+        (convert_pooler, pooler),
+        (convert_coca_block, block),
+        (convert_text_tower, tower),
+    ):
+        names, values = list(state), [value.clone() for value in state.values()]
+        convert(state)
+        assert list(state) == names
+        assert all(torch.equal(a, b) for a, b in zip(state.values(), values, strict=True))
+
+
+# --- refusals ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("convert", "state", "message"),
+    [
+        (convert_text_tower, {"text.transformer.embeddings.word_embeddings.weight": 1},
+         "no token_embedding.weight, positional_embedding; it has transformer.embeddings"),
+        (convert_text_projection, {"ln_final.weight": 1}, "no text_projection.weight"),
+        (convert_coca_block, {"ln_1.weight": 1}, "no ln_1_kv.weight; it has ln_1.weight"),
+        (convert_coca_block, {"ln_1_kv.weight": 1}, "no attn.in_proj_bias"),
+        (convert_pooler, {"probe": 1}, "no query, ln_k.weight; it has probe"),
+        (convert_pooler, {}, "it has nothing"),
+    ],
+)  # fmt: skip
+def test_state_dicts_of_something_else(convert, state, message):
+    with pytest.raises(ValueError, match=message):
+        convert({name: torch.zeros(value) for name, value in state.items()})
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [({"embed_cls": True}, "TextTower has no place for cls_emb"),
+     ({"block_type": "custom", "scale_heads": True}, "Block has no place for attn.head_scale")],
+)  # fmt: skip
+def test_parts_without_a_place(options, name):
+    state = theirs.TextTransformer(**SMALL, **options).state_dict()
+    with pytest.raises(ValueError, match=name):
+        convert_text_tower(state)
