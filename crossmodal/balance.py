@@ -35,15 +35,15 @@ def evenness(weights: Tensor, keys: Tensor) -> Tensor:
 
 @torch.no_grad()
 def attention_balance(model: Matcher, image: Encoded, text: Encoded) -> dict[str, float]:
-    """What the text's queries in a matcher's fusion do with these pairs, images (b m d), texts (b n d).
+    """What a matcher's text queries look at in pairs of an image (b m d) and a text (b n d).
 
-    Means over layers, heads and those queries of all pairs that are no padding:
+    Means over layers, heads and the queries of all pairs, without padding:
 
     - `attn_entropy`: `evenness`, 0 where a query takes one key and 1 where it takes all alike;
     - `attn_image_share`: the share of weight on the image's keys, in layout `merged` only: in
       `cross` there are no others.
 
-    Empty where no text attends (`image_to_text`), or the attention has no weights to show.
+    Empty where no text attends (`image_to_text`).
     """
     blocks = model.fusion.blocks_text
     if not len(blocks):
@@ -51,10 +51,12 @@ def attention_balance(model: Matcher, image: Encoded, text: Encoded) -> dict[str
     with capture_attention(model, "fusion.blocks_text.*.attn") as records:
         model.match(image, text)
     layers = [weights for maps in records.values() for weights in maps]
-    queries, merged = _counted(text), blocks[0].layout == "merged"
-    keys = _counted(image).sum(1) + (queries.sum(1) if merged else 0)
-    even = [evenness(each, keys.clamp(max=each.shape[-1])) for each in layers]
-    found = {"attn_entropy": _mean(even, queries)}
+    queries, keys = _counted(text), _counted(image)
+    merged = blocks[0].layout == "merged"
+    keys = torch.cat([queries, keys], dim=1) if merged else keys
+    if layers[0].shape[-1] != keys.shape[1]:  # linformer's keys are mixtures, none is padding
+        keys = torch.ones(len(keys), layers[0].shape[-1])
+    found = {"attn_entropy": _mean([evenness(each, keys.sum(1)) for each in layers], queries)}
     if merged:
         share = [1 - modality_share(each, queries.shape[1]) for each in layers]
         found["attn_image_share"] = _mean(share, queries)
@@ -62,7 +64,7 @@ def attention_balance(model: Matcher, image: Encoded, text: Encoded) -> dict[str
 
 
 def _counted(encoded: Encoded) -> Tensor:
-    """Which tokens are no padding (b n), on the CPU, where captured weights are."""
+    """Which tokens are no padding (b n), on the CPU as captured weights are."""
     if encoded.mask is None:
         return torch.ones(encoded.tokens.shape[:2], dtype=torch.bool)
     return encoded.mask.cpu()

@@ -75,7 +75,7 @@ class Captioner(Composite):
         self.start_id, self.end_id, self.pad_id = made.start_id, made.end_id, made.pad_id
         self.image_tower = ImageTower(
             image_tower,
-            img_size=img_size,  # type: ignore[arg-type]
+            img_size=img_size,
             in_chans=in_chans,
             freeze=freeze_image,
             options=image_options,

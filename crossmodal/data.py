@@ -200,9 +200,8 @@ def _emoji(spec: str, languages: Sequence[str]) -> PairDataset:
 
 def _unseen(names: Sequence[str], known: np.ndarray) -> np.ndarray:
     """Marks the `NUM_UNSEEN` names, among those known, whose SHA-256 is lowest: (n,) bool."""
-    rows = sorted(
-        np.flatnonzero(known), key=lambda row: hashlib.sha256(names[row].encode()).digest()
-    )
+    rows = np.flatnonzero(known).tolist()
+    rows.sort(key=lambda row: hashlib.sha256(names[row].encode()).digest())
     unseen = np.zeros(len(names), bool)
     unseen[rows[:NUM_UNSEEN]] = True
     return unseen

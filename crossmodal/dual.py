@@ -6,21 +6,20 @@ Shapes: b batch, n tokens, c y x channels, rows and columns of an image, e width
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from crossmodal.composite import Composite
 from crossmodal.encoded import Encoded
 from crossmodal.freezing import freeze
 from crossmodal.loss import KINDS, precise
 from crossmodal.tokenizer import Tokenizer
 from crossmodal.towers import ImageTower, text_tower
 from vision.checks import check_choice
-from zoo.card import ModelCard
 from zoo.layers.check import integer, positive
 from zoo.registry import records_options, register_model
 
@@ -44,7 +43,7 @@ class DualOutput(NamedTuple):
     bias: Tensor | None
 
 
-class DualEncoder(nn.Module):
+class DualEncoder(Composite):
     """An image tower and a text tower, each with a projection to the shared space.
 
     Args:
@@ -98,7 +97,7 @@ class DualEncoder(nn.Module):
         self.text_tower = _text_tower(text_tower, text_options, tokenizer, context_length)
         freeze(self.text_tower, freeze_text)
         self.image_proj = _projection(self.image_tower.pooled_features, embed_dim)
-        self.text_proj = _projection(self.text_tower.num_features, embed_dim)
+        self.text_proj = _projection(self.text_tower.pooled_features, embed_dim)
         self._add_scale(init_temperature, positive("max_scale", max_scale))
 
     def _add_scale(self, temperature: float | None, max_scale: float) -> None:
@@ -150,54 +149,6 @@ class DualEncoder(nn.Module):
     def make_tokenizer(self) -> Tokenizer:
         """The tokenizer whose ids the text tower reads."""
         return self.text_tower.make_tokenizer()
-
-    @property
-    def card(self) -> ModelCard:
-        return self._card
-
-    @card.setter
-    def card(self, card: ModelCard) -> None:
-        # The registry knows no preprocessing for a name whose tower is an option; weights that
-        # were loaded bring theirs.
-        if card.source is None:
-            card = replace(card, preprocessing=self.image_tower.preprocessing)
-        self._card = card
-
-    @property
-    def first_conv(self) -> str | None:
-        """Name of the module that reads the image's channels; `zoo.weights` adapts it."""
-        name = getattr(self.image_tower.trunk, "first_conv", None)
-        return f"image_tower.trunk.{name}" if isinstance(name, str) else None
-
-    def position_grids(self) -> dict[str, tuple[int, int]]:
-        """Grid of each learned position embedding, for resampling; see `zoo.weights`."""
-        return {
-            f"{name}.{key}": grid
-            for name, part in self._parts("position_grids")
-            for key, grid in part.position_grids().items()  # type: ignore[operator]
-        }
-
-    def no_weight_decay(self) -> set[str]:
-        """Names of the positions and tokens of both towers, which weight decay leaves alone."""
-        return {
-            f"{name}.{key}"
-            for name, part in self._parts("no_weight_decay")
-            for key in part.no_weight_decay()  # type: ignore[operator]
-        }
-
-    def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Whether the towers' blocks are computed again in the backward pass instead of kept."""
-        for _, part in self._parts("set_grad_checkpointing"):
-            part.set_grad_checkpointing(enable)  # type: ignore[operator]
-
-    def _parts(self, method: str) -> Iterator[tuple[str, nn.Module]]:
-        """The outermost modules inside that have a method, and their names."""
-        found: list[str] = []
-        for name, part in self.named_modules():
-            inside = any(name.startswith(f"{outer}.") for outer in found)
-            if name and not inside and callable(getattr(part, method, None)):
-                found.append(name)
-                yield name, part
 
 
 def _text_tower(

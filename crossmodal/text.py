@@ -116,6 +116,7 @@ class TextTower(nn.Module):
         self.tokenizer, self.context_length = tokenizer, made.context_length
         self.vocab_size, self.pad_id = made.vocab_size, made.pad_id
         self.num_features = self.embed_dim = integer("embed_dim", embed_dim)
+        self.pooled_features = self.num_features
         self.pool, self.causal, self.grad_checkpointing = pool, causal, False
         norm_layer = partial(nn.LayerNorm, eps=norm_eps)
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+import zoo
 from crossmodal.captioner import caption_losses, token_counts
 from crossmodal.data import (
     CaptionSource,
@@ -66,6 +67,8 @@ class PairOptions:
     """An image model: ours, timm:NAME, torchvision:NAME, open_clip:ARCH; the model's by default."""
     text_tower: str | None = None
     """A text tower: text_bag, text_micro, ..., open_clip:ARCH; the model's by default."""
+    image_weights: str | None = None
+    """Weights that the image tower starts from: timm:NAME, torchvision:NAME, local-dir:FOLDER."""
     tokenizer: str | None = None
     """clip, bytes or hf:FOLDER; the text tower's by default."""
     context_length: int | None = None
@@ -121,6 +124,22 @@ class PairOptions:
             **self.frozen(),
         }
         return {name: value for name, value in given.items() if value is not None}
+
+
+def build(options: PairOptions, name: str, data: PairDataset, **own: Any) -> Any:
+    """The model of a run, on the CPU.
+
+    Args:
+        options: Flags.
+        name: Of the model.
+        data: Decides size and channels where the flags do not.
+        own: More options of `zoo.create_model`; they win.
+    """
+    model: Any = zoo.create_model(name, **{**options.model_options(data), **own})
+    if options.image_weights:
+        report = zoo.load_pretrained(model.image_tower.trunk, options.image_weights)
+        print(f"image tower from {options.image_weights}: {report}")
+    return model
 
 
 class PairTask:

@@ -20,13 +20,13 @@ from typing import Any, Literal
 import tyro
 from torch import Tensor, nn
 
-import zoo
 from crossmodal.captioner import caption_loss
 from crossmodal.loss import contrastive_loss
 from crossmodal.matcher import match_loss
 from crossmodal.training import (
     PairOptions,
     PairTask,
+    build,
     caption_rows,
     image_rows,
     score_captions,
@@ -52,9 +52,10 @@ class Config(PairOptions, engine.TrainOptions):
     """Name of a model, see `zoo.list_models()`, or local-dir:FOLDER; dual_micro, matcher_micro or
     captioner_micro by default, as the task has it."""
     data: str = "emoji"
-    epochs: int = 60
+    epochs: int = 40
     batch_size: int = 128
     lr: float = 2e-3
+    eval_every: int = 10
     loss: Literal["infonce", "sigmoid"] | None = None
     """Contrastive loss (arXiv 2103.00020, 2303.15343); the model's own by default, infonce."""
     embed_dim: int | None = None
@@ -111,10 +112,11 @@ class Config(PairOptions, engine.TrainOptions):
 def main(config: Config) -> None:
     run = engine.start_run(__file__, config)
     data = config.load()
-    model: Any = zoo.create_model(
+    model = build(
+        config,
         config.model,
+        data,
         pretrained=config.pretrained or False,
-        **config.model_options(data),
         **config.options_of_the_task(),
     )
     task = PairTask(model, data, config, config.seed)
@@ -122,13 +124,17 @@ def main(config: Config) -> None:
 
     def contrastive(model: nn.Module, batch: dict[str, Any]) -> Tensor:
         found = model(batch["images"], batch["tokens"], batch["mask"])
-        return contrastive_loss(*found, kind=bare.loss, size=batch["size"])
+        return pair_loss(found, batch)
 
     def match(model: nn.Module, batch: dict[str, Any]) -> Tensor:
-        key = (config.seed, batch["epoch"], batch["index"])
-        found = model(batch["images"], batch["tokens"], batch["mask"], key=key, size=batch["size"])
-        both = contrastive_loss(*found[:4], kind=bare.loss, size=batch["size"])
-        return both + match_loss(found)
+        key, size = (config.seed, batch["epoch"], batch["index"]), batch["size"]
+        found = model(batch["images"], batch["tokens"], batch["mask"], key=key, size=size)
+        return pair_loss(found, batch) + match_loss(found)
+
+    def pair_loss(found: Any, batch: dict[str, Any]) -> Tensor:
+        return contrastive_loss(
+            found.image, found.text, found.scale, found.bias, kind=kind, size=batch["size"]
+        )
 
     def caption(model: nn.Module, batch: dict[str, Any]) -> Tensor:
         logits = model(batch["images"], batch["tokens"], batch["mask"])
@@ -138,7 +144,11 @@ def main(config: Config) -> None:
         found = scores[config.task](model, run, task, config)
         return None if found is None else {f"val/{name}": value for name, value in found.items()}
 
-    bare = model
+    def after_update(model: Any, _step: int) -> None:
+        if config.task != "caption":
+            model.clamp_scale_()
+
+    kind = getattr(model, "loss", "")
     run.notes["pairs"] = data.report
     engine.fit(
         run,
@@ -147,7 +157,7 @@ def main(config: Config) -> None:
         task.train,
         evaluate_fn,
         prepare_fn=task.prepare,
-        after_update=None if config.task == "caption" else lambda model, _: model.clamp_scale_(),
+        after_update=after_update,
         best=BEST[config.task],
     )
 

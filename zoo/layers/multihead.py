@@ -255,8 +255,7 @@ class CrossAttention(MultiHead):
             kept, shape = KeyValues(self.k_norm(k), v), context.shape
         if x.shape[0] != shape[0]:
             raise ValueError(
-                f"x and context must agree in batch; got x {tuple(x.shape)}, "
-                f"context {tuple(shape)}"
+                f"x and context must agree in batch; got x {tuple(x.shape)}, context {tuple(shape)}"
             )
         (q,) = split_heads(self.q(x), 1, self.num_heads)
         return self._mix(q, kept, mask)

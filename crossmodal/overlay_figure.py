@@ -1,0 +1,107 @@
+"""Pictures of `crossmodal.overlay`: an image, and over it the weights of each word.
+
+Shapes: b batch, w words, c channels, y x rows and columns.
+"""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from zoo.diagnostics.plotting import figure_class
+
+if TYPE_CHECKING:
+    from crossmodal.overlay import Look
+
+COLOURS = "inferno"
+SIDE = 160  # pixels to which small images are enlarged
+PANEL = 1.5  # inches
+PER_LINE = 8  # words
+
+
+def draw(look: Look, path: Path, *, smooth: bool = True, one_scale: bool = False) -> None:
+    """Draws a row for each pair: the image, then the image under each word's weights, as a PNG.
+
+    Args:
+        look: What to draw.
+        path: The PNG.
+        smooth: Weights between the centres of cells are interpolated; else cells are squares.
+        one_scale: One scale of colours for all rows, instead of one for each.
+
+    Raises:
+        ImportError: matplotlib is missing.
+    """
+    lines = [max(1, math.ceil(len(words) / PER_LINE)) for words in look.words]
+    columns = 1 + min(PER_LINE, max([1, *map(len, look.words)]))
+    figure = figure_class(path)(
+        figsize=(PANEL * columns + 1, 1.3 * PANEL * sum(lines)), layout="constrained"
+    )
+    panels = figure.subplots(sum(lines), columns, squeeze=False)
+    for axes in panels.flat:
+        axes.set_axis_off()
+    top = float(look.maps.max()) if one_scale and look.maps.numel() else None
+    for row, count in enumerate(lines):
+        start = sum(lines[:row])
+        _row(figure, panels[start : start + count], look, row, smooth, top)
+    figure.savefig(path, dpi=120)
+
+
+def _row(figure: Any, panels: Any, look: Look, row: int, smooth: bool, top: float | None) -> None:
+    """One pair in its lines of panels (lines columns)."""
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import Normalize
+
+    image, words = look.pixels[row], look.words[row]
+    maps = look.maps[row, : len(words)]
+    _image(panels[0, 0], image, look.captions[row], look.remarks[row])
+    if not words:
+        return
+    highest = float(maps.max()) if top is None else top
+    # Unnormalised kinds of attention have weights below 0; a caption may get no weight at all.
+    scale = ScalarMappable(Normalize(min(0.0, float(maps.min())), highest or 1.0), COLOURS)
+    for axes, word, weights in zip(_in_order(panels), words, maps, strict=False):
+        axes.imshow(_blend(image, weights, scale, smooth))
+        axes.set_title(
+            textwrap.shorten(word, 16, placeholder="...") or word, fontsize=9, parse_math=False
+        )
+    bar = figure.colorbar(scale, ax=panels.ravel().tolist(), fraction=0.05, aspect=12)
+    bar.ax.tick_params(labelsize=7)
+    bar.set_label(f"weight (even: {1 / maps[0].numel():.2g})", fontsize=7)
+
+
+def _in_order(panels: Any) -> Iterator[Any]:
+    """The panels of words, line by line."""
+    yield from panels[:, 1:].flat
+
+
+def _image(axes: Any, image: Tensor, caption: str, remark: str) -> None:
+    axes.set_axis_on()
+    axes.set(xticks=[], yticks=[])
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+    axes.imshow(_enlarged(image).numpy())
+    axes.set_title(textwrap.fill(caption, 20), fontsize=9, weight="bold", parse_math=False)
+    axes.set_xlabel(textwrap.fill(remark, 24), fontsize=7, parse_math=False)
+
+
+def _enlarged(image: Tensor) -> Tensor:
+    """uint8 (c y x) -> [0, 1] (y x 3), each pixel of a small image as a square"""
+    times = math.ceil(SIDE / max(image.shape[1:]))
+    rgb = image.float().div(255).expand(3, -1, -1)
+    return rgb.repeat_interleave(times, 1).repeat_interleave(times, 2).permute(1, 2, 0)
+
+
+def _blend(image: Tensor, weights: Tensor, scale: Any, smooth: bool) -> Any:
+    """The image in grey under colours of its weights (rows columns) -> RGB (y x 3)"""
+    grey = _enlarged(image).mean(-1, keepdim=True)
+    mode = {"mode": "bilinear", "align_corners": False} if smooth else {"mode": "nearest-exact"}
+    at_pixels = F.interpolate(weights[None, None].float(), grey.shape[:2], **mode)[0, 0]
+    colours = torch.from_numpy(scale.to_rgba(at_pixels.numpy())[..., :3])
+    return (0.4 * grey + 0.6 * colours).numpy()
