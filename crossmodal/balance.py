@@ -15,6 +15,11 @@ from zoo.diagnostics import capture_attention
 from zoo.diagnostics.measures import entropy
 
 
+def watched(count: int, most: int = 64) -> Tensor:
+    """Indices of pairs to look at, spread over `count` of them: always the same ones."""
+    return torch.linspace(0, count - 1, min(most, count)).round().long()
+
+
 def evenness(weights: Tensor, keys: Tensor) -> Tensor:
     """Entropy over the most there can be, 0 to 1: weights (b h i j), keys (b) -> (b h i).
 

@@ -12,8 +12,8 @@ and columns.
 
 from __future__ import annotations
 
+import itertools
 import json
-import os
 import re
 import sys
 from bisect import bisect_right
@@ -141,13 +141,20 @@ def words_of(tokenizer: Tokenizer, ids: Tensor) -> list[tuple[str, list[int]]]:
     alone = tokenizer.decode(ids[:, None])
     text = sofar[-1] if n else ""
     spans = list(re.finditer(r"\S+", text))
-    ends, places, known = [span.end() for span in spans], [[] for _ in spans], 0
+    ends, known = [span.end() for span in spans], 0
+    places: list[list[int]] = [[] for _ in spans]
     for place in range(n if spans else 0):
         if alone[place].strip():
             places[min(bisect_right(ends, known), len(spans) - 1)].append(place)
         # Not the length: a part of a character, or what tidying moves, is not in the text yet.
-        known = max(known, len(os.path.commonprefix([sofar[place], text])))
+        known = max(known, _in_common(sofar[place], text))
     return [(s.group(), own) for s, own in zip(spans, places, strict=True) if own]
+
+
+def _in_common(one: str, other: str) -> int:
+    """How many first characters two texts share."""
+    pairs = zip(one, other, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def word_maps(

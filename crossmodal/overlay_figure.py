@@ -67,7 +67,7 @@ def _row(figure: Any, panels: Any, look: Look, row: int, smooth: bool, top: floa
     # Unnormalised kinds of attention have weights below 0; a caption may get no weight at all.
     scale = ScalarMappable(Normalize(min(0.0, float(maps.min())), highest or 1.0), COLOURS)
     for axes, word, weights in zip(_in_order(panels), words, maps, strict=False):
-        axes.imshow(_blend(image, weights, scale, smooth))
+        axes.imshow(blend(image, weights, scale, smooth))
         axes.set_title(
             textwrap.shorten(word, 16, placeholder="...") or word, fontsize=9, parse_math=False
         )
@@ -98,8 +98,11 @@ def _enlarged(image: Tensor) -> Tensor:
     return rgb.repeat_interleave(times, 1).repeat_interleave(times, 2).permute(1, 2, 0)
 
 
-def _blend(image: Tensor, weights: Tensor, scale: Any, smooth: bool) -> Any:
-    """The image in grey under colours of its weights (rows columns) -> RGB (y x 3)"""
+def blend(image: Tensor, weights: Tensor, scale: Any, smooth: bool = True) -> Any:
+    """The image in grey, uint8 (c y x), under the colours of weights (rows columns) -> (y x 3)
+
+    Small images come out enlarged by a whole number; `scale` is matplotlib's, number -> colour.
+    """
     grey = _enlarged(image).mean(-1, keepdim=True)
     mode = {"mode": "bilinear", "align_corners": False} if smooth else {"mode": "nearest-exact"}
     at_pixels = F.interpolate(weights[None, None].float(), grey.shape[:2], **mode)[0, 0]

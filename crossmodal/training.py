@@ -239,9 +239,13 @@ def score_dual(model: Any, images: Rows, texts: Rows, pairs: Pairs) -> dict[str,
 
 @torch.no_grad()
 def score_matcher(
-    model: Any, images: Rows, texts: Rows, pairs: Pairs, k: int = 16
+    model: Any, images: Rows, texts: Rows, pairs: Pairs, k: int = 16, similarity: bool = True
 ) -> dict[str, float]:
-    """Recall after the matcher has reordered the `k` nearest, and `dual_...` before it."""
+    """Recall after the matcher has reordered the `k` nearest, and `dual_...` before it.
+
+    They are ordered by the log-odds of the matcher, to which `similarity` adds the scaled
+    similarity of the two vectors (as BLIP does, arXiv 2201.12086).
+    """
     dual = score_dual(model, images, texts, pairs)
     owners = pairs.texts()[1]
     captions: list[list[int]] = [[] for _ in range(len(pairs))]
@@ -250,7 +254,9 @@ def score_matcher(
 
     def match(image: Tensor, text: Tensor) -> Tensor:
         device = model.logit_scale.device
-        return model.match(_taken(images, image, device), _taken(texts, text, device)).cpu()
+        odds = model.match(_taken(images, image, device), _taken(texts, text, device)).cpu()
+        near = (images["vector"][image] * texts["vector"][text]).sum(dim=1)
+        return odds + similarity * model.logit_scale.exp().cpu() * near
 
     training = model.training
     model.eval()

@@ -4,9 +4,10 @@ Command:
     python recipes/benchmark.py
     python recipes/benchmark.py --suite input --data folder:PATH --model vit_micro_patch4_32
     python recipes/benchmark.py --suite attention --out attention.json
+    python recipes/benchmark.py --suite crossmodal --shape ViT-B-32
 
-vit and input take a minute or two each on 2 CPU cores, attention far longer, most of it for full
-attention at 32,768 tokens; the figures are in the README.
+vit, input and crossmodal take a minute or two each on 2 CPU cores, attention far longer, most of it
+for full attention at 32,768 tokens; the figures are in the README.
 
 A ratio is a candidate's median time over ours: above 1, ours is faster. The input suite compares an
 epoch of training with a bare loop on tensors in memory. Peers that are not installed are left out.
@@ -30,13 +31,14 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import tyro
-from einops import rearrange
 from torch import Tensor, nn
 
+import crossmodal
 import vision
 import zoo
 from zoo import engine
 from zoo.diagnostics.cost import Times, in_turn, ratio_of_medians, synchronize
+from zoo.diagnostics.rivals import RIVALS, SDPA, rival
 from zoo.diagnostics.scaling import Build, Scaling, exponents, plot, print_tables
 from zoo.engine.launch import environment, keep_memory
 from zoo.engine.tracking import write_json
@@ -48,10 +50,11 @@ from zoo.preprocess import normalize
 class Config:
     """Compares speed, in turn, in one process."""
 
-    suite: Literal["vit", "input", "attention"] = "vit"
+    suite: Literal["vit", "input", "attention", "crossmodal"] = "vit"
     """vit: train step and inference against timm, torchvision and transformers. input: an epoch of
     training against a bare loop of forward, backward and step. attention: time and peak memory of
-    every kind over lengths n, against SDPA and the packages that are installed."""
+    every kind over lengths n, against SDPA and the packages that are installed. crossmodal: train
+    step of a dual encoder against open_clip's, and writing captions with a cache and without."""
     model: str = "vit_tiny_patch16_224"
     """Name of the model."""
     data: str = "digits"
@@ -64,6 +67,8 @@ class Config:
     """Numbers of tokens of the attention suite (dim 192, 3 heads, batch 1)."""
     kinds: tuple[str, ...] = ()
     """Attention kinds of that suite; all by default."""
+    shape: Literal["small", "ViT-B-32"] = "small"
+    """Of the crossmodal suite's dual encoders: 256 wide with 6 layers each, or CLIP's ViT-B/32."""
     threads: int | None = None
     """CPU threads; torch's choice by default."""
     device: str = "cuda" if torch.cuda.is_available() else "cpu"
@@ -78,7 +83,10 @@ def main(config: Config) -> dict[str, Any]:
         torch.set_num_threads(config.threads)
     torch.manual_seed(0)
     keep_memory()
-    suites = {"vit": vit_suite, "input": input_suite, "attention": attention_suite}
+    suites = {
+        "vit": vit_suite, "input": input_suite, "attention": attention_suite,
+        "crossmodal": crossmodal_suite,
+    }  # fmt: skip
     found = suites[config.suite](config)
     from accelerate import Accelerator
 
@@ -119,7 +127,7 @@ def vit_suite(config: Config) -> dict[str, Any]:
         }
         times = in_turn(steps, config.repeats, config.device)
         rows += [row(task, name, times, params=params[name]) for name in times]
-    show(config, rows)
+    show(f"{config.model}, batch {config.batch_size}, {config.device}", rows)
     return {"rows": rows}
 
 
@@ -258,17 +266,12 @@ def input_suite(config: Config) -> dict[str, Any]:
         for candidate in (whole, bare) if turn % 2 else (bare, whole):
             candidate()
     rows = [row("epoch", name, {k: v[1:] for k, v in speeds.items()}) for name in speeds]
-    show(config, rows)
+    show(f"{config.model}, batch {config.batch_size}, {config.device}", rows)
     return {"rows": rows}
 
 
 DIM, HEADS = 192, 3
-SDPA = "torch SDPA"
 LONGEST = {"additive": 1024, "dot": 4096, "uniform": 4096, "full, relative bias": 4096}  # quadratic
-RIVALS = {  # which of our kinds does the same work
-    SDPA: "full", "x-transformers": "full", "package linformer": "linformer",
-    "performer-pytorch": "performer", "local-attention": "longformer",
-}  # fmt: skip
 OPTIONS: dict[str, dict[str, Any]] = {  # the same keys a query as local-attention's window of 128
     "longformer": {"window": 256, "num_global": 0}, "window": {"window": 128},
 }  # fmt: skip
@@ -283,13 +286,13 @@ def attention_suite(config: Config) -> dict[str, Any]:
         if kind == "full":
             builds["full, padding & causal"] = masked
             builds["full, relative bias"] = biased
-        for rival in [rival for rival, ours in RIVALS.items() if ours == kind]:
+        for name in [name for name, ours in RIVALS.items() if ours == kind]:
             try:
-                RIVAL_BUILDS[rival](256)
-                builds[rival] = RIVAL_BUILDS[rival]
+                rival(name, 256, DIM, HEADS)
+                builds[name] = partial(rival, name, dim=DIM, num_heads=HEADS)
             except ImportError as error:
-                package = rival.split()[-1]
-                print(f"{rival} is left out ({error}): pip install {package}")
+                package = name.split()[-1]
+                print(f"{name} is left out ({error}): pip install {package}")
     scaling = Scaling(
         builds, DIM, config.repeats, config.device, longest=LONGEST, rivals=RIVALS, baseline=SDPA
     )
@@ -324,70 +327,99 @@ class Masked(nn.Module):
         return self.attn(x, mask=self.mask)
 
 
-class Sdpa(nn.Module):
-    """What one writes by hand: torch's fused attention between two projections."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.proj = nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, DIM)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = rearrange(self.qkv(x), "b n (three h d) -> three b h n d", three=3, h=HEADS)
-        out = F.scaled_dot_product_attention(q, k, v)
-        return self.proj(rearrange(out, "b h n d -> b n (h d)"))
-
-
-class LocalAttention(nn.Module):
-    """local-attention (window 128, one window to either side) between projections like ours."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        from local_attention import LocalAttention as Core
-
-        self.qkv, self.proj = nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, DIM)
-        self.core = Core(
-            window_size=128, causal=False, look_backward=1, look_forward=1, autopad=True,
-            exact_windowsize=True, use_rotary_pos_emb=False, dim=DIM // HEADS,
-        )  # fmt: skip
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (
-            part.unflatten(-1, (HEADS, -1)).transpose(1, 2).contiguous()
-            for part in self.qkv(x).chunk(3, -1)
-        )
-        return self.proj(self.core(q, k, v).transpose(1, 2).flatten(2))
-
-
-def x_transformers(n: int) -> nn.Module:
-    from x_transformers.x_transformers import Attention
-
-    return Attention(DIM, heads=HEADS, dim_head=DIM // HEADS, causal=False, flash=True)
-
-
-def package_linformer(n: int) -> nn.Module:
-    from linformer import LinformerSelfAttention
-
-    return LinformerSelfAttention(DIM, n, k=256, heads=HEADS)
-
-
-def performer_pytorch(n: int) -> nn.Module:
-    from performer_pytorch import SelfAttention
-
-    return SelfAttention(DIM, heads=HEADS, dim_head=DIM // HEADS, causal=False)
-
-
-RIVAL_BUILDS: dict[str, Build] = {  # with each package's own defaults, our width and heads
-    SDPA: lambda n: Sdpa(), "x-transformers": x_transformers,
-    "package linformer": package_linformer, "performer-pytorch": performer_pytorch,
-    "local-attention": lambda n: LocalAttention(),
+SHAPES = {  # width and depth of the image tower, of the text tower, width of the shared space
+    "small": ((256, 6), (256, 6), 256), "ViT-B-32": ((768, 12), (512, 12), 512),
 }  # fmt: skip
 
 
-def show(config: Config, rows: list[dict[str, Any]]) -> None:
+def crossmodal_suite(config: Config) -> dict[str, Any]:
+    """Train step of a dual encoder and of open_clip's; writing with a cache and without."""
+    rows = dual_rows(config) + writing_rows(config)
+    show(f"{config.shape}, batch {config.batch_size}, {config.device}", rows)
+    return {"shape": config.shape, "rows": rows}
+
+
+def dual_rows(config: Config) -> list[dict[str, Any]]:
+    """Forward, contrastive loss and backward; the captions are the emoji's names.
+
+    open_clip takes captions padded to 77 tokens; ours also goes without padding.
+    """
+    ours, shape = dual_encoder(config.shape).to(config.device), (config.batch_size, 3, 224, 224)
+    names = [row[0] for row in crossmodal.load_pairs("emoji").train.captions][: config.batch_size]
+    images, tokenizer = torch.randn(shape, device=config.device), ours.make_tokenizer()
+
+    def step(length: int | None) -> Callable[[], None]:
+        tokens, mask = (x.to(config.device) for x in tokenizer(names, length))
+
+        def run() -> None:
+            crossmodal.contrastive_loss(*ours(images, tokens, mask)).backward()
+            ours.zero_grad()
+
+        return run
+
+    theirs, their_step = open_clip_step(config, images, tokenizer(names, 77)[0])
+    steps = {"zoo": step(77), "open_clip": their_step, "zoo, captions not padded": step(None)}
+    params = {
+        name: sum(p.numel() for p in (theirs if name == "open_clip" else ours).parameters())
+        for name in steps
+    }
+    times = in_turn(steps, config.repeats, config.device)
+    return [row("train", name, times, params=params[name]) for name in times]
+
+
+def dual_encoder(shape: str) -> Any:
+    (width, depth), (text_width, text_depth), embed_dim = SHAPES[shape]
+    image: dict[str, Any] = {"embed_dim": width, "depth": depth, "num_heads": width // 64}
+    text = {"embed_dim": text_width, "depth": text_depth, "num_heads": text_width // 64}
+    image |= {"pre_norm": True, "norm_eps": 1e-5}
+    return zoo.create_model(
+        "dual_base", image_options=image, text_options=text, embed_dim=embed_dim
+    )
+
+
+def open_clip_step(
+    config: Config, images: Tensor, tokens: Tensor
+) -> tuple[nn.Module, Callable[[], None]]:
+    """The same shape, loss and captions by open_clip."""
+    from open_clip.loss import ClipLoss
+    from open_clip.model import CLIP
+
+    (width, depth), (text_width, text_depth), embed_dim = SHAPES[config.shape]
+    image = {"width": width, "layers": depth, "patch_size": 32, "image_size": 224}
+    text = {"width": text_width, "layers": text_depth, "heads": text_width // 64}
+    model = CLIP(embed_dim, image, text).to(config.device).train()
+    loss, tokens = ClipLoss(), tokens.to(config.device)
+
+    def step() -> None:
+        loss(*model(images, tokens)).backward()
+        model.zero_grad()
+
+    return model, step
+
+
+def writing_rows(config: Config) -> list[dict[str, Any]]:
+    """Greedy captions by a Transformer decoder that keeps keys and values, or computes them anew.
+
+    Untrained, so that captions are as long as the context.
+    """
+    model: Any = zoo.create_model("captioner_micro", dim=256, depth=4).to(config.device)
+    images = torch.randn(config.batch_size, 3, 32, 32, device=config.device)
+    written = crossmodal.generate(model, images)[1].sum(1).double().mean().item()
+
+    def write(use_cache: bool) -> Callable[[], object]:
+        return lambda: crossmodal.generate(model, images, use_cache=use_cache)
+
+    times = in_turn(
+        {"zoo": write(True), "zoo, no cache": write(False)}, config.repeats, config.device
+    )
+    return [row("write", name, times, tokens=written) for name in times]
+
+
+def show(title: str, rows: list[dict[str, Any]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=f"{config.model}, batch {config.batch_size}, {config.device}")
+    table = Table(title=title)
     for column in ("task", "candidate", "n", "median ms", "ratio to ours", "95 % interval"):
         table.add_column(column, justify="right" if column != "candidate" else "left")
     for r in rows:

@@ -72,6 +72,8 @@ class Config(PairOptions, engine.TrainOptions):
     """match: factor on the image's tokens before the fusion, to see what norms are for."""
     rerank: int = 16
     """match: candidates of the dual encoder that the matcher puts into order."""
+    rerank_similarity: bool = True
+    """match: by its log-odds plus the scaled similarity (arXiv 2201.12086), or by them alone."""
     decoder: Literal["lstm_fixed", "lstm_additive", "transformer"] | None = None
     """caption: what writes (arXiv 1411.4555, 1502.03044, 1706.03762)."""
     beams: int = 1
@@ -173,7 +175,8 @@ def match_scores(model: Any, run: engine.Run, task: PairTask, config: Config) ->
     found = retrieval_rows(model, run, task, config, tokens=True)
     if found is None:
         return None
-    return score_matcher(model, *found, task.data.val, k=config.rerank)
+    val, similarity = task.data.val, config.rerank_similarity
+    return score_matcher(model, *found, val, k=config.rerank, similarity=similarity)
 
 
 def retrieval_rows(

@@ -83,6 +83,24 @@ def test_the_attention_suite_measures_kinds_over_lengths(tmp_path):
     assert out.with_suffix(".png").stat().st_size > 10_000
 
 
+def test_the_crossmodal_suite_compares_equal_shapes(tmp_path):
+    out = tmp_path / "report.json"
+    flags = ["--suite", "crossmodal", "--batch-size", 2, "--repeats", 3, "--device", "cpu"]
+    done = run(*flags, "--out", out)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = {(r["task"], r["candidate"]): r for r in json.loads(out.read_text())["rows"]}
+    assert set(rows) == {
+        ("train", "zoo"), ("train", "open_clip"), ("train", "zoo, captions not padded"),
+        ("write", "zoo"), ("write", "zoo, no cache"),
+    }  # fmt: skip
+    assert rows["train", "zoo"]["params"] == rows["train", "open_clip"]["params"]
+    assert rows["write", "zoo"]["tokens"] == 128
+    for (_, candidate), r in rows.items():
+        low, high = r["interval"]
+        assert 0 < low <= r["ratio"] * 1.0001 <= high * 1.0002
+        assert (r["ratio"] == 1) == (candidate == "zoo")
+
+
 PACKAGES = {
     "x-transformers": "full",
     "package linformer": "linformer",

@@ -55,7 +55,7 @@ def test_two_processes_hold_each_sample_once_and_in_order(tmp_path):
             str(script), str(tmp_path),
         ],
         env={**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=120,
+        capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     for rank in range(2):
