@@ -249,3 +249,14 @@ def captioner_micro(**options: Any) -> Captioner:
     It writes bytes: with CLIP's 49,408 tokens nearly all of its work would be the output.
     """
     return Captioner(**{"tokenizer": "bytes", **options})
+
+
+@register_model
+def captioner_probe(**options: Any) -> Captioner:
+    """For rows of small cells: a ViT whose class token is the image's one vector."""
+    probe: dict[str, Any] = {
+        "image_tower": "vit_micro_patch4_32",
+        "image_options": {"class_token": True, "global_pool": "token"},
+        "tokenizer": "bytes",
+    }
+    return Captioner(**{**probe, **options})

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +21,8 @@ if TYPE_CHECKING:
 
 COLOURS = "inferno"
 SIDE = 160  # pixels to which small images are enlarged
-PANEL = 1.5  # inches
-PER_LINE = 8  # words
+PANEL = 1.5  # inches, of a square one; others have its area
+PER_LINE = 8  # words; of wide images fewer
 
 
 def draw(look: Look, path: Path, *, smooth: bool = True, one_scale: bool = False) -> None:
@@ -38,11 +37,12 @@ def draw(look: Look, path: Path, *, smooth: bool = True, one_scale: bool = False
     Raises:
         ImportError: matplotlib is missing.
     """
-    lines = [max(1, math.ceil(len(words) / PER_LINE)) for words in look.words]
-    columns = 1 + min(PER_LINE, max([1, *map(len, look.words)]))
-    figure = figure_class(path)(
-        figsize=(PANEL * columns + 1, 1.3 * PANEL * sum(lines)), layout="constrained"
-    )
+    wide = math.sqrt(look.pixels.shape[3] / look.pixels.shape[2])
+    per_line = max(2, round(PER_LINE / max(1, wide)))
+    lines = [max(1, math.ceil(len(words) / per_line)) for words in look.words]
+    columns = 1 + min(per_line, max([1, *map(len, look.words)]))
+    size = (PANEL * wide * columns + 1, (PANEL / wide + 0.6) * sum(lines))
+    figure = figure_class(path)(figsize=size, layout="constrained")
     panels = figure.subplots(sum(lines), columns, squeeze=False)
     for axes in panels.flat:
         axes.set_axis_off()
@@ -66,19 +66,12 @@ def _row(figure: Any, panels: Any, look: Look, row: int, smooth: bool, top: floa
     highest = float(maps.max()) if top is None else top
     # Unnormalised kinds of attention have weights below 0; a caption may get no weight at all.
     scale = ScalarMappable(Normalize(min(0.0, float(maps.min())), highest or 1.0), COLOURS)
-    for axes, word, weights in zip(_in_order(panels), words, maps, strict=False):
+    for axes, word, weights in zip(panels[:, 1:].flat, words, maps, strict=False):
         axes.imshow(blend(image, weights, scale, smooth))
-        axes.set_title(
-            textwrap.shorten(word, 16, placeholder="...") or word, fontsize=9, parse_math=False
-        )
+        axes.set_title(_cut(word, 16), fontsize=9, parse_math=False)
     bar = figure.colorbar(scale, ax=panels.ravel().tolist(), fraction=0.05, aspect=12)
     bar.ax.tick_params(labelsize=7)
     bar.set_label(f"weight (even: {1 / maps[0].numel():.2g})", fontsize=7)
-
-
-def _in_order(panels: Any) -> Iterator[Any]:
-    """The panels of words, line by line."""
-    yield from panels[:, 1:].flat
 
 
 def _image(axes: Any, image: Tensor, caption: str, remark: str) -> None:
@@ -87,8 +80,14 @@ def _image(axes: Any, image: Tensor, caption: str, remark: str) -> None:
     for spine in axes.spines.values():
         spine.set_visible(False)
     axes.imshow(_enlarged(image).numpy())
-    axes.set_title(textwrap.fill(caption, 20), fontsize=9, weight="bold", parse_math=False)
-    axes.set_xlabel(textwrap.fill(remark, 24), fontsize=7, parse_math=False)
+    axes.set_title(
+        textwrap.fill(_cut(caption, 80), 20), fontsize=9, weight="bold", parse_math=False
+    )
+    axes.set_xlabel(textwrap.fill(_cut(remark, 96), 24), fontsize=7, parse_math=False)
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def _enlarged(image: Tensor) -> Tensor:

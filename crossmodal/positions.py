@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -44,20 +45,37 @@ class Profile:
     """What the places of a data set are.
 
     Attributes:
+        title: Of its table and picture.
+        stem: Of their files.
         axis: Says what a place is.
         score: Name of the score that is drawn.
         chance: What guessing reaches, in percent, where it is known.
     """
 
+    title: str
+    stem: str
     axis: str
     score: str
     chance: float | None = None
 
 
+_CHANCE = 100 / len(WORDS)
 PROFILES = {
-    "length": Profile("words of the right caption", "chrf"),
-    "word": Profile("place of the word, and of its digit", "accuracy", 100 / len(WORDS)),
-    "cell": Profile("cell of the digit", "accuracy", 100 / len(WORDS)),
+    "length": Profile("Score by caption length", "lengths", "words of the right caption", "chrf"),
+    "word": Profile(
+        "Accuracy by the place of the word",
+        "positions",
+        "place of the word, and of its digit",
+        "accuracy",
+        _CHANCE,
+    ),
+    "cell": Profile(
+        "Accuracy by the place of the informative cell",
+        "positions",
+        "cell of the digit",
+        "accuracy",
+        _CHANCE,
+    ),
 }
 _OF_DATA = {"strips": "word", "needle": "cell"}
 
@@ -173,14 +191,19 @@ class Point(NamedTuple):
     seeds: tuple[float, ...]
 
 
-def draw(curves: Mapping[str, Sequence[Point]], profile: str, title: str) -> Any:
+def draw(curves: Mapping[str, Sequence[Point]], profile: str, setting: str) -> Any:
     """A figure with a line for each model over the places: means, intervals, seeds as dots.
+
+    Args:
+        curves: Points of each model, in the same places.
+        profile: One of `PROFILES`.
+        setting: What was run, for the title.
 
     Raises:
         ImportError: matplotlib is missing.
     """
     own = PROFILES[profile]
-    figure = figure_class("positions.png")(figsize=(9, 5), layout="constrained")
+    figure = figure_class(Path(f"{own.stem}.png"))(figsize=(9, 5), layout="constrained")
     axes = figure.subplots()
     if own.chance is not None:
         axes.axhline(own.chance, color="0.6", linestyle="--", linewidth=1, label="chance")
@@ -188,7 +211,7 @@ def draw(curves: Mapping[str, Sequence[Point]], profile: str, title: str) -> Any
     for i, (name, points) in enumerate(curves.items()):
         _line(axes, name, points, shifts[i], *STYLES[i % len(STYLES)])
     _label(axes, next(iter(curves.values())), own)
-    figure.suptitle(title, fontsize=11, wrap=True)
+    figure.suptitle(f"{own.title}\n{setting}", fontsize=11, wrap=True)
     figure.legend(
         loc="outside lower center",
         ncols=len(curves) + 1,
@@ -221,7 +244,7 @@ def _label(axes: Any, points: Sequence[Point], profile: Profile) -> None:
     axes.set_xticks(range(len(points)), names)
     axes.set_xlabel(f"{profile.axis}; n = {points[0].n:,} each" if alike else profile.axis)
     axes.set_ylabel(f"{profile.score}, %")
-    axes.set_ylim(0, 100 if profile.score == "accuracy" else None)
+    axes.set_ylim(0, 103 if profile.score == "accuracy" else None)
     for edge in ("right", "top"):
         axes.spines[edge].set_visible(False)
     axes.grid(axis="y", color="0.9", linewidth=0.8)

@@ -1,21 +1,16 @@
-"""How good generated captions are: BLEU and chrF by sacrebleu, exact matches, right tokens.
+"""How good generated captions are: BLEU and chrF by sacrebleu, exact matches.
 
 Case, kind of white space and the way a character is composed in Unicode do not count, as in COCO's
 scores. Where a tokenizer does not give a text back as it was (CLIP's puts spaces around signs), the
 references should have gone through it, too.
-
-Shapes: b batch, n tokens, v vocabulary.
 """
 
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple
-
-import torch
-from torch import Tensor
 
 BY_CHARACTER = ("ja", "zh")  # languages whose words no spaces divide
 LENGTHS = (1, 2, 3, 4, 6, 9, 13)
@@ -45,7 +40,7 @@ def caption_scores(
     texts, known = _checked(hypotheses, references)
     return {
         "bleu4": _bleu(texts, known, language),
-        "chrf": _sacrebleu().CHRF().corpus_score(texts, _streams(known)).score,
+        "chrf": sacrebleu_metrics().CHRF().corpus_score(texts, _streams(known)).score,
         "exact": _exact(texts, known),
     }
 
@@ -100,29 +95,6 @@ def by_length(
     return bins
 
 
-def token_counts(logits: Tensor, tokens: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """Sums over a batch: captions `n`, predicted `tokens` and how many are right, `token_hits`.
-
-    Args:
-        logits: (b n-1 v), at each token's place for the one after it.
-        tokens: Token ids (b n).
-        mask: True where a token belongs to its caption (b n).
-    """
-    if logits.shape[:2] != tokens[:, 1:].shape or mask.shape != tokens.shape:
-        raise ValueError(
-            f"logits {tuple(logits.shape)} must be (b n-1 v) for tokens {tuple(tokens.shape)} and "
-            f"mask {tuple(mask.shape)}, which are (b n)"
-        )
-    counted = mask[:, 1:]
-    right = (logits.argmax(dim=-1) == tokens[:, 1:]) & counted
-    return {"n": torch.tensor(len(tokens)), "tokens": counted.sum(), "token_hits": right.sum()}
-
-
-def token_accuracy(sums: Mapping[str, Tensor]) -> float:
-    """Share of right tokens in percent, from summed `token_counts`."""
-    return 100 * int(sums["token_hits"]) / int(sums["tokens"])
-
-
 def _checked(
     hypotheses: Sequence[str], references: References
 ) -> tuple[list[str], list[list[str]]]:
@@ -155,7 +127,7 @@ def _length_bin(
         None if stop is None else stop - 1,
         len(texts),
         _bleu(texts, references, language, order=max(1, min(4, longest))),
-        _sacrebleu().CHRF().corpus_score(texts, _streams(references)).score,
+        sacrebleu_metrics().CHRF().corpus_score(texts, _streams(references)).score,
         _exact(texts, references),
     )
 
@@ -164,7 +136,7 @@ def _bleu(
     texts: list[str], references: list[list[str]], language: str | None, order: int = 4
 ) -> float:
     # force: or sacrebleu warns where many captions end in a full stop that stands apart.
-    bleu = _sacrebleu().BLEU(tokenize=_tokenize(language), max_ngram_order=order, force=True)
+    bleu = sacrebleu_metrics().BLEU(tokenize=_tokenize(language), max_ngram_order=order, force=True)
     return bleu.corpus_score(texts, _streams(references)).score
 
 
@@ -175,7 +147,7 @@ def _exact(texts: list[str], references: list[list[str]]) -> float:
 
 def _lengths(texts: list[str], language: str | None) -> list[int]:
     """Words of each text, or characters, as BLEU counts them."""
-    tokenizer = _sacrebleu().BLEU(tokenize=_tokenize(language)).tokenizer
+    tokenizer = sacrebleu_metrics().BLEU(tokenize=_tokenize(language)).tokenizer
     return [len(tokenizer(text).split()) for text in texts]
 
 
@@ -188,7 +160,8 @@ def _streams(references: list[list[str]]) -> list[tuple[str | None, ...]]:
     return list(zip_longest(*references))
 
 
-def _sacrebleu() -> Any:
+def sacrebleu_metrics() -> Any:
+    """sacrebleu's `metrics`, or an error that says how to install it."""
     try:
         from sacrebleu import metrics
     except ImportError as error:

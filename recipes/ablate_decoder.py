@@ -59,17 +59,12 @@ NOTE = (
 )
 
 # What suits each kind of data. The image's one vector must be able to hold an order, or the fixed
-# vector would fail for its tower: this ViT's tokens know their places, so that the mean over them
-# can; a CNN's map knows none. The affine maps of `auto` would turn a strip's ends out of the image.
+# vector would fail for its tower: a class token can, a mean over a CNN's map, which knows no
+# places, cannot. The affine maps of `auto` would turn a strip's ends out of the image.
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "length": {"image_tower": "resnet_micro", "spatial": "auto", "epochs": 15},
-    "word": {"image_tower": "vit_micro_patch4_32", "spatial": "none", "epochs": 6},
-    "cell": {"image_tower": "vit_micro_patch4_32", "spatial": "none", "epochs": 12},
-}
-TITLES = {
-    "length": "Score by caption length",
-    "word": "Accuracy by the place of the word",
-    "cell": "Accuracy by the place of the informative cell",
+    "length": {"model": "captioner_micro", "spatial": "auto", "epochs": 15},
+    "word": {"model": "captioner_probe", "spatial": "none", "epochs": 6},
+    "cell": {"model": "captioner_probe", "spatial": "none", "epochs": 12},
 }
 
 # The metric: chrF counts characters, so a caption of one or two words that is nearly right counts
@@ -85,8 +80,9 @@ Curves = dict[str, list[Point]]
 class Config(PairOptions, AblationOptions):
     """Compares decoders of captions on the same image tower."""
 
-    model: str = "captioner_micro"
-    """A captioner, see `zoo.list_models()`."""
+    model: str = ""
+    """A captioner, see `zoo.list_models()`; captioner_micro by default, for probes
+    captioner_probe."""
     epochs: int = 0
     """Passes over the training pairs; by default 6 to 15, as the data has it."""
     lr: float = 2e-3
@@ -97,7 +93,7 @@ class Config(PairOptions, AblationOptions):
 
     def __post_init__(self) -> None:
         defaults = DEFAULTS[profile_of(self.data)]
-        unset = {"image_tower": None, "spatial": "auto", "epochs": 0}
+        unset = {"model": "", "spatial": "auto", "epochs": 0}
         for name, nothing in unset.items():
             if getattr(self, name) == nothing:
                 object.__setattr__(self, name, defaults[name])
@@ -167,16 +163,18 @@ def load(folder: Path) -> Any:
 def write_profiles(plan: Plan, config: Config, data: PairDataset) -> dict[str, Path]:
     """Writes table and picture of the profile; returns the picture by its title."""
     kind = profile_of(config.data)
+    own = PROFILES[kind]
     profiles: Profiles = {name: {} for name in plan.names}
     for cell in cells_of(plan, Path(config.out)):
         profiles[cell.variant.name][cell.seed] = profile(load(cell.folder), config, data)
-    stem = Path(config.out) / ("lengths" if kind == "length" else "positions")
+    stem = Path(config.out) / own.stem
     table, picture = stem.with_suffix(".csv"), stem.with_suffix(".png")
     write_atomically(table, lambda file: file.write_text(as_csv(profiles), encoding="utf-8"))
-    title = f"{TITLES[kind]}\n{config.data}, {config.epochs} epochs, {config.seeds} seeds"
-    figure = draw(curves(profiles, PROFILES[kind].score), kind, title)
+    seeds = f"n = {config.seeds} seed{'s' * (config.seeds > 1)}"
+    setting = f"{config.data}, {config.epochs} epochs, {seeds}"
+    figure = draw(curves(profiles, own.score), kind, setting)
     write_atomically(picture, lambda file: figure.savefig(file, format="png", dpi=150))
-    return {TITLES[kind]: picture}
+    return {own.title: picture}
 
 
 @torch.no_grad()

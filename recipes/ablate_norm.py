@@ -18,11 +18,12 @@ Each norm is compared with `per_modality` (a LayerNorm for either modality) at t
             carry it
 
 The factor is on the image's tokens as the fusion gets them, so that the towers and the dual encoder
-start alike; what its gradient then does to the image tower is part of the effect. Recall is that of
-the matcher's log-odds alone, over the candidates that the dual encoder finds. Whatever the
+start alike; what its gradient then does to the image tower is part of the effect. At factor 1 the
+image's tokens of the default model start at about half the text's root mean square. Whatever the
 norm, the MLPs of the fusion and the matching head read normalised tokens. Branches have no gates
 unless asked for: a gate that starts at 0 is itself a remedy for large values, and would be tested
-along with the norms.
+along with the norms. Recall is that of the matcher's log-odds alone, over the candidates that the
+dual encoder finds.
 
 Expected: see RESULTS.md.
 """
@@ -244,6 +245,7 @@ def _label(figure: Any, panels: Any, scales: Sequence[float]) -> None:
     for top, bottom, scale in zip(panels[0], panels[-1], scales, strict=True):
         top.set_title(f"image tokens x{scale:g}", fontsize=10)
         bottom.set_xlabel("epoch")
+        bottom.xaxis.get_major_locator().set_params(integer=True)
     lines = {each.get_label(): each for axes in panels[:, 0] for each in axes.get_lines()}
     figure.legend(
         handles=list(lines.values()), loc="outside lower center", ncols=len(lines),

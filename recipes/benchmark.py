@@ -402,7 +402,9 @@ def writing_rows(config: Config) -> list[dict[str, Any]]:
 
     Untrained, so that captions are as long as the context.
     """
-    model: Any = zoo.create_model("captioner_micro", dim=256, depth=4).to(config.device)
+    model: Any = zoo.create_model("captioner_micro", dim=256, depth=4, context_length=64).to(
+        config.device
+    )
     images = torch.randn(config.batch_size, 3, 32, 32, device=config.device)
     written = crossmodal.generate(model, images)[1].sum(1).double().mean().item()
 

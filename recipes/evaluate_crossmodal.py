@@ -92,6 +92,8 @@ class Config:
     """Another model, as --model: the difference in recall on the same queries."""
     rerank: int | None = None
     """Of a matcher: candidates that it puts into order; by default as in its run, or 16."""
+    rerank_similarity: bool | None = None
+    """Whether it adds the similarity of the vectors to its log-odds; by default as in its run."""
     zero_shot: str | None = None
     """Classify as well, by the names of the classes: emoji, digits or folder:PATH. emoji are the
     drawings of --part where the data is emoji."""
@@ -113,6 +115,7 @@ def main(config: Config) -> Report:
     accelerator = Accelerator()
     model, flags = load(config.model)
     check(config, model)
+    rival = load_rival(config.compare) if config.compare else None
     options = pair_options(config, flags)
     data = options.load()
     pairs = part_of(data, config.part)
@@ -131,8 +134,8 @@ def main(config: Config) -> Report:
     else:
         ranks = all_ranks(own)
         report |= retrieval(ranks, pairs, config.part)
-        if config.compare:
-            other = all_ranks(job(*load_rival(config.compare)))
+        if config.compare and rival:
+            other = all_ranks(job(*rival))
             report |= comparison(config.compare, ranks, other, pairs, config.part)
         if config.zero_shot:
             report["zero_shot"] = zero_shot(own, config.zero_shot)
@@ -204,8 +207,8 @@ def check(config: Config, model: Any) -> None:
             f"--model {config.model} is a {type(model).__name__}, and must be a DualEncoder, a "
             "Matcher or a Captioner: recipes/evaluate.py evaluates classifiers"
         )
-    kinds = {"compare": DualEncoder, "zero_shot": DualEncoder, "rerank": Matcher}
-    for name, kind in {**kinds, "beams": Captioner}.items():
+    kinds = {"compare": DualEncoder, "zero_shot": DualEncoder, "beams": Captioner}
+    for name, kind in {**kinds, "rerank": Matcher, "rerank_similarity": Matcher}.items():
         if getattr(config, name) is not None and not isinstance(model, kind):
             raise ValueError(
                 f"--{name.replace('_', '-')} is for a {kind.__name__}, and --model {config.model} "
@@ -247,16 +250,21 @@ def all_ranks(job: Job) -> Ranks:
     owners = job.pairs.texts()[1]
     found = {"dual": retrieval_ranks(images["vector"], texts["vector"], owners)}
     if tokens:
-        k = job.flag("rerank", 16)
-        found["match"] = match_ranks(job.model, images, texts, job.pairs, k=k)
+        how = {"k": job.flag("rerank", 16), "similarity": job.flag("rerank_similarity", True)}
+        found["match"] = match_ranks(job.model, images, texts, job.pairs, **how)
     return found
 
 
 @torch.no_grad()
 def match_ranks(
-    model: Any, images: dict[str, Tensor], texts: dict[str, Tensor], pairs: Pairs, k: int
+    model: Any,
+    images: dict[str, Tensor],
+    texts: dict[str, Tensor],
+    pairs: Pairs,
+    k: int,
+    similarity: bool,
 ) -> dict[str, Tensor]:
-    """Ranks both ways after the matcher has reordered the `k` nearest."""
+    """Ranks both ways after the matcher has reordered the `k` nearest, see `score_matcher`."""
     owners, device = pairs.texts()[1], model.logit_scale.device
     captions = by_image(range(len(owners)), pairs)
 
@@ -265,7 +273,9 @@ def match_ranks(
         return Encoded(found["tokens"], found["pooled"], found.get("mask"))
 
     def match(image: Tensor, text: Tensor) -> Tensor:
-        return model.match(taken(images, image), taken(texts, text)).cpu()
+        odds = model.match(taken(images, image), taken(texts, text)).cpu()
+        near = (images["vector"][image] * texts["vector"][text]).sum(dim=1)
+        return odds + similarity * model.logit_scale.exp().cpu() * near
 
     with evaluating(model):
         return {

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from crossmodal.captioner import caption_loss
 from crossmodal.loss import contrastive_loss
 from crossmodal.matcher import match_loss
+from crossmodal.scores import sacrebleu_metrics
 from crossmodal.training import (
     PairOptions,
     PairTask,
@@ -112,6 +113,8 @@ class Config(PairOptions, engine.TrainOptions):
 
 
 def main(config: Config) -> None:
+    if config.task == "caption":
+        sacrebleu_metrics()  # before an epoch is trained for nothing
     run = engine.start_run(__file__, config)
     data = config.load()
     model = build(

@@ -100,7 +100,9 @@ def test_the_figure_shows_every_model_and_its_intervals():
         "lstm_fixed": [point("1", 50, 40.0, 5.0), point("2", 50, 20.0, None)],
         "transformer": [point("1", 50, 90.0, 2.0), point("2", 50, 85.0, 3.0)],
     }
-    axes = draw(models, "word", "Accuracy").axes[0]
+    figure = draw(models, "word", "strips:2, 3 epochs")
+    assert figure.get_suptitle() == "Accuracy by the place of the word\nstrips:2, 3 epochs"
+    axes = figure.axes[0]
     lines = {line.get_label(): line for line in axes.lines}
     assert list(lines["chance"].get_ydata()) == [10.0, 10.0]
     assert list(lines["lstm_fixed"].get_ydata()) == [40.0, 20.0]
@@ -112,7 +114,7 @@ def test_the_figure_shows_every_model_and_its_intervals():
 
 def test_bins_of_other_sizes_say_how_many_captions_they_hold():
     models = {"lstm_fixed": [point("1", 93, 20.0, 5.0), point("13+", 1, 10.0, None)]}
-    axes = draw(models, "length", "Score").axes[0]
+    axes = draw(models, "length", "emoji").axes[0]
     assert [tick.get_text() for tick in axes.get_xticklabels()] == ["1\nn = 93", "13+\nn = 1"]
     assert "chance" not in [line.get_label() for line in axes.lines]
     assert axes.get_ylabel() == "chrf, %"

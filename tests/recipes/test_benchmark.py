@@ -94,7 +94,7 @@ def test_the_crossmodal_suite_compares_equal_shapes(tmp_path):
         ("write", "zoo"), ("write", "zoo, no cache"),
     }  # fmt: skip
     assert rows["train", "zoo"]["params"] == rows["train", "open_clip"]["params"]
-    assert rows["write", "zoo"]["tokens"] == 128
+    assert rows["write", "zoo"]["tokens"] == 64
     for (_, candidate), r in rows.items():
         low, high = r["interval"]
         assert 0 < low <= r["ratio"] * 1.0001 <= high * 1.0002

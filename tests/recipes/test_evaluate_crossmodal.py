@@ -23,7 +23,8 @@ from crossmodal.training import PairOptions, PairTask
 from recipes.evaluate_crossmodal import Config, main
 
 ROOT = Path(__file__).resolve().parents[2]
-SMALL = {"text_tower": "text_bag", "tokenizer": "bytes", "context_length": 32, "embed_dim": 16}
+SMALL = {"text_tower": "text_bag", "tokenizer": "bytes", "context_length": 64, "embed_dim": 16}
+EVALUATED = {"rerank": 8, "rerank_similarity": True, "beams": 2}
 WORDS = ["red", "green", "blue", "one", "two", "three", "four", "five", "six", "seven", "eight"]
 
 
@@ -54,7 +55,7 @@ def make_run(folder: Path, data: str, name: str, seed: int = 0, **options) -> Pa
     flags = {
         field.name: getattr(PairOptions(data=data), field.name) for field in fields(PairOptions)
     }
-    (folder / "config.json").write_text(json.dumps({"options": {**flags, "rerank": 8, "beams": 2}}))
+    (folder / "config.json").write_text(json.dumps({"options": {**flags, **EVALUATED}}))
     return folder
 
 
@@ -71,7 +72,7 @@ def matcher(folder, data) -> Path:
 
 @pytest.fixture(scope="module")
 def captioner(folder, data) -> Path:
-    return make_run(folder / "captioner", data, "captioner_micro", context_length=24, dim=32)
+    return make_run(folder / "captioner", data, "captioner_micro", context_length=40, dim=32)
 
 
 def encoded(run: Path, data: str):
@@ -132,9 +133,10 @@ def test_two_models_are_compared_on_the_same_queries(dual, matcher, data, folder
     assert "McNemar" in capsys.readouterr().out
 
 
-def test_a_matcher_is_measured_before_and_after(matcher, data):
-    """The eight nearest, as its run has it, reordered by the matcher, one pair a call."""
-    report = main(Config(model=str(matcher)))
+@pytest.mark.parametrize("similarity", [True, False])
+def test_a_matcher_is_measured_before_and_after(matcher, data, similarity):
+    """The eight nearest, as its run has it, reordered by the matcher."""
+    report = main(Config(model=str(matcher), rerank_similarity=similarity))
     model, scores, owners = encoded(matcher, data)
     before = expected_ranks(matcher, data)["t2i"]
     pairs = load_pairs(data).val
@@ -154,7 +156,9 @@ def test_a_matcher_is_measured_before_and_after(matcher, data):
             words = text._replace(
                 tokens=text.tokens[same], pooled=text.pooled[same], mask=text.mask[same]
             )
-            odds = model.match(rows, words)
+            odds = model.match(rows, words).double()
+            if similarity:
+                odds += model.logit_scale.exp() * scores[nearest, caption]
             after.append(1 + int((odds > odds[nearest.index(owner)]).sum()))
     after = np.array(after)
     for k in (1, 5, 10):

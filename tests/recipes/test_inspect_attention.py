@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def folder(tmp_path_factory) -> Path:
     """A run folder of train_crossmodal.py --task caption --data strips:2, and other models."""
     root = tmp_path_factory.mktemp("runs")
-    size = {"img_size": (8, 16), "in_chans": 1, "image_options": {"widths": [8, 8]}}
+    size = {"img_size": (8, 16), "in_chans": 1, "image_options": {"widths": [8, 8, 8]}}
     for name, model, options in (
         ("caption", "captioner_micro", {"dim": 16, "context_length": 24}),
         ("match", "matcher_micro", {"text_tower": "text_bag"}),
