@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import zoo
+from crossmodal.balance import attention_balance, watched
 from crossmodal.captioner import caption_losses, token_counts
 from crossmodal.data import (
     CaptionSource,
@@ -258,8 +259,11 @@ def score_matcher(
         near = (images["vector"][image] * texts["vector"][text]).sum(dim=1)
         return odds + similarity * model.logit_scale.exp().cpu() * near
 
-    training = model.training
+    own = watched(len(pairs))
+    first = torch.tensor([captions[image][0] for image in own.tolist()])
+    device, training = model.logit_scale.device, model.training
     model.eval()
+    balance = attention_balance(model, _taken(images, own, device), _taken(texts, first, device))
     t2i = rerank(texts["vector"], images["vector"], owners, lambda t, i: match(i, t), k=k)
     i2t = rerank(images["vector"], texts["vector"], captions, match, k=k)
     model.train(training)
@@ -269,7 +273,8 @@ def score_matcher(
         for side, (ranks, candidates) in sides.items()
         for name, value in rank_metrics(ranks, candidates).items()
     }
-    return {"loss": dual.pop("loss"), **found, **{f"dual_{n}": v for n, v in dual.items()}}
+    loss = dual.pop("loss")
+    return {"loss": loss, **found, **{f"dual_{n}": v for n, v in dual.items()}, **balance}
 
 
 def _taken(rows: Rows, index: Tensor, device: torch.device) -> Encoded:

@@ -69,6 +69,8 @@ class Config(PairOptions, engine.TrainOptions):
     """match: which modality attends."""
     fusion_attention: str | None = None
     """match: kind of attention, see `zoo.layers.list_attention()`."""
+    gated: bool | None = None
+    """match: whether the fusion's branches have gates that start at 0 (arXiv 2204.14198)."""
     image_scale: float | None = None
     """match: factor on the image's tokens before the fusion, to see what norms are for."""
     rerank: int = 16
@@ -97,7 +99,7 @@ class Config(PairOptions, engine.TrainOptions):
         """Options of the model that were given; those of another task are refused."""
         tasks: dict[str, list[str]] = {
             "contrastive": ["loss", "embed_dim"],
-            "match": ["loss", "embed_dim", "image_scale"],
+            "match": ["loss", "embed_dim", "gated", "image_scale"],
             "caption": ["decoder"],
         }
         tasks["match"] += [
