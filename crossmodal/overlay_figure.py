@@ -1,4 +1,4 @@
-"""Pictures of `crossmodal.overlay`: an image, and over it the weights of each word.
+"""Pictures of `crossmodal.looks`: an image, and over it the weights of each word.
 
 Shapes: b batch, w words, c channels, y x rows and columns.
 """
@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from zoo.diagnostics.plotting import figure_class
 
 if TYPE_CHECKING:
-    from crossmodal.overlay import Look
+    from crossmodal.looks import Look
 
 COLOURS = "inferno"
 SIDE = 160  # pixels to which small images are enlarged

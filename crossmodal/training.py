@@ -127,6 +127,16 @@ class PairOptions:
         return {name: value for name, value in given.items() if value is not None}
 
 
+def check_validation(data: PairDataset, least: int) -> None:
+    """Refuses data with too few validation pairs, before an epoch is trained for nothing."""
+    if len(data.val) < least:
+        raise ValueError(
+            f"{data.name} has {len(data.val)} validation pairs, and {least} or more are needed"
+            f"{': recall of the only one says nothing' if least > 1 else ''}; give --val-data, a "
+            f"larger --val-share, or a split column with more rows of val"
+        )
+
+
 def build(options: PairOptions, name: str, data: PairDataset, **own: Any) -> Any:
     """The model of a run, on the CPU.
 

@@ -425,7 +425,7 @@ def _share(report: Report, name: str) -> str:
 def show_differences(found: dict[str, dict[str, Any]], title: str) -> None:
     rows = [
         [
-            name,
+            name.rpartition("/")[2],
             f"{x['difference']:+.1f} ({x['low']:+.1f} to {x['high']:+.1f})",
             f"{x['only_first']} : {x['only_second']}",
             f"{x['p_value']:.2g}",

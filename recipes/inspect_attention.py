@@ -24,7 +24,8 @@ import tyro
 import crossmodal  # noqa: F401  its models are registered
 import zoo
 from crossmodal.data import Pairs
-from crossmodal.overlay import Look, attention_layers, fixed_pairs, look_at, spread
+from crossmodal.looks import Look, fixed_pairs, look_at, spread
+from crossmodal.overlay import attention_layers
 from crossmodal.overlay_figure import draw
 from crossmodal.training import PairOptions
 

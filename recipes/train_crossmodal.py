@@ -29,6 +29,7 @@ from crossmodal.training import (
     PairTask,
     build,
     caption_rows,
+    check_validation,
     image_rows,
     score_captions,
     score_dual,
@@ -119,6 +120,7 @@ def main(config: Config) -> None:
         sacrebleu_metrics()  # before an epoch is trained for nothing
     run = engine.start_run(__file__, config)
     data = config.load()
+    check_validation(data, least=1 if config.task == "caption" else 2)
     model = build(
         config,
         config.model,

@@ -14,23 +14,21 @@ from PIL import Image
 
 import crossmodal  # noqa: F401  its models are registered
 import zoo
-from crossmodal import captioner, overlay
+from crossmodal import captioner
 from crossmodal.captioner import caption_loss
 from crossmodal.data import load_pairs
 from crossmodal.fusion import modality_share
 from crossmodal.generate import generate
-from crossmodal.overlay import (
+from crossmodal.looks import (
+    MOST_STEPS,
     AttentionSaver,
     Look,
-    attention_layers,
     fixed_pairs,
     look_at,
     over_time,
     spread,
-    token_maps,
-    word_maps,
-    words_of,
 )
+from crossmodal.overlay import attention_layers, token_maps, word_maps, words_of
 from crossmodal.overlay_figure import blend, draw
 from crossmodal.tokenizer import create_tokenizer
 
@@ -304,7 +302,7 @@ def test_pictures_give_long_captions_further_lines(tmp_path):
         one_scale=True,
     )
     many, empty = (Image.open(tmp_path / f"{name}.png").size for name in ("many", "empty"))
-    assert many[1] == 4 * empty[1]
+    assert many[1] == pytest.approx(4 * empty[1], abs=4)
     assert many[0] > 2 * empty[0]
 
 
@@ -359,9 +357,9 @@ def test_the_first_pair_over_time(tmp_path):
     look = over_time(tmp_path)
     steps = [int(caption.removeprefix("step ")) for caption in look.captions]
     assert steps == sorted(steps)
-    assert len(steps) == overlay.MOST_STEPS
+    assert len(steps) == MOST_STEPS
     assert steps[-1] == 3000
-    assert look.maps.shape == (overlay.MOST_STEPS, 1, 2, 2)
+    assert look.maps.shape == (MOST_STEPS, 1, 2, 2)
     assert (look.maps[:, 0, 0, 0] * 100).tolist() == steps
     assert look.remarks == [f"writes: {step // 100}" for step in steps]
 

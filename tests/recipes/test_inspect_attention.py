@@ -14,7 +14,7 @@ from PIL import Image
 
 import crossmodal  # noqa: F401  its models are registered
 import zoo
-from crossmodal.overlay import Look
+from crossmodal.looks import Look
 from recipes.inspect_attention import Config, main
 
 ROOT = Path(__file__).resolve().parents[2]

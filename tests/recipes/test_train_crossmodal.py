@@ -29,8 +29,29 @@ def environ(**more: str) -> dict[str, str]:
     return {**clean, "OMP_NUM_THREADS": "1", **more}
 
 
-def launch(*args: str | Path, processes: int = 1, ok: bool = True):
-    words = [str(ROOT / "recipes/train_crossmodal.py"), *map(str, args)]
+RANKS = """
+import json, os, runpy, sys
+from zoo import engine
+
+checksums = []
+collect = engine.collect
+
+def watched(accelerator, model, *rest):
+    checksums.append([value.double().sum().item() for value in model.state_dict().values()])
+    return collect(accelerator, model, *rest)
+
+engine.collect = watched
+out = sys.argv[sys.argv.index("--out") + 1]
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+with open(f"{out}/rank{os.environ['RANK']}.json", "w") as file:
+    json.dump(checksums, file)
+"""
+
+
+def launch(*args: str | Path, processes: int = 1, ok: bool = True, script: Path | None = None):
+    recipe = str(ROOT / "recipes/train_crossmodal.py")
+    words = [*([str(script)] if script else []), recipe, *map(str, args)]
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     start = [] if processes == 1 else torchrun
     env = environ(**({} if processes == 1 else {"ACCELERATE_USE_CPU": "true"}))
@@ -111,6 +132,18 @@ def test_two_processes_give_the_losses_of_one(pairs, tmp_path, task, more):
         assert summary(two)["metrics"][name] == pytest.approx(summary(one)["metrics"][name], abs=12)
 
 
+@pytest.mark.parametrize("task", ["contrastive", "match", "caption"])
+def test_two_processes_agree_on_weights_and_running_statistics(pairs, tmp_path, task):
+    """Case E13; the scale that is clamped after each update is one of the weights."""
+    (tmp_path / "ranks.py").write_text(RANKS)
+    flags = ["--task", task, "--data", pairs, "--img-size", "16", "--tokenizer", "bytes", *SHORT]
+    launch(*flags, "--out", tmp_path / "run", processes=2, script=tmp_path / "ranks.py")
+    ranks = [json.loads((tmp_path / f"run/rank{rank}.json").read_text()) for rank in range(2)]
+    assert ranks[0] == ranks[1]
+    assert len(ranks[0]) == 4, "images and captions, or two parts, twice"
+    assert ranks[0][0] != ranks[0][2], "it learned"
+
+
 def test_a_stopped_run_goes_on_to_the_same_weights(pairs, tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     given = ["--task", "match", "--data", pairs, *TINY, *SHORT]
@@ -154,3 +187,13 @@ def test_mistakes_are_told_before_training(tmp_path, given, message):
     assert done.returncode != 0
     assert message in done.stderr + done.stdout
     assert not out.exists()
+
+
+def test_recall_of_one_pair_is_refused_before_training(pairs, tmp_path):
+    folder = Path(pairs.partition(":")[2]).parent
+    lines = (folder / "pairs.jsonl").read_text().splitlines()[:37]  # one of them val
+    (folder / "one.jsonl").write_text("\n".join(lines))
+    data = f"pairs:{folder / 'one.jsonl'}"
+    done = launch("--data", data, *TINY, *SHORT, "--out", tmp_path / "run", ok=False)
+    assert "1 validation pairs, and 2 or more are needed" in done.stderr
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,245 @@
+"""Where a model looks on given pairs: as a file, as a picture, and again and again as it trains.
+
+Shapes: b batch, n tokens, w words, c channels, y x rows and columns.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from crossmodal.captioner import Captioner, evaluating
+from crossmodal.data import Pairs, make_pair_source
+from crossmodal.generate import generate
+from crossmodal.matcher import Matcher
+from crossmodal.overlay import attention_layers, word_maps
+from crossmodal.overlay_figure import draw
+from crossmodal.tokenizer import Tokenizer
+from zoo.layers.check import integer
+from zoo.preprocess import normalize
+
+MOST_STEPS = 12  # rows of over_time.png
+
+
+@dataclass(frozen=True)
+class Look:
+    """What a picture shows of some pairs.
+
+    Attributes:
+        pixels: The images before they were normalised, uint8 (b c y x).
+        words: Of each caption.
+        maps: (b w y x), in cells of the tower's grid.
+        captions: As the model reads them.
+        remarks: What it says of each pair: log-odds of a match, or the caption that it writes.
+    """
+
+    pixels: Tensor
+    words: list[list[str]]
+    maps: Tensor
+    captions: list[str]
+    remarks: list[str]
+
+    def save(self, path: Path) -> None:
+        """Writes `pixels` and `maps` as safetensors, the texts as JSON in their metadata."""
+        from safetensors.torch import save_file
+
+        told = {name: json.dumps(getattr(self, name)) for name in ("words", "captions", "remarks")}
+        arrays = {"pixels": self.pixels.contiguous(), "maps": self.maps.contiguous()}
+        save_file(arrays, path, metadata=told)
+
+    @classmethod
+    def load(cls, path: Path) -> Look:
+        """What `save` wrote."""
+        from safetensors import safe_open
+
+        with safe_open(path, framework="pt") as file:
+            told = {name: json.loads(text) for name, text in file.metadata().items()}
+            return cls(pixels=file.get_tensor("pixels"), maps=file.get_tensor("maps"), **told)
+
+
+def fixed_pairs(
+    model: Any, pairs: Pairs, indices: Sequence[int], captions: Sequence[str] = ()
+) -> dict[str, Tensor]:
+    """Some pairs as one batch: images (b c y x) before they are normalised, tokens, mask (b n).
+
+    Args:
+        model: Says by its card and tokenizer how pairs are read.
+        pairs: The first caption of each image is taken.
+        indices: Which images.
+        captions: Other ones: one for each index, or one for all.
+
+    Raises:
+        ValueError: an index that is not there, a number of captions that does not fit, a caption
+            that is empty or longer than the context.
+    """
+    wrong = [index for index in indices if not 0 <= index < len(pairs)]
+    if wrong or not indices:
+        raise ValueError(f"indices ({wrong or 'none'}) must be some from 0 to {len(pairs) - 1}")
+    tokenizer, split = model.make_tokenizer(), pairs.images
+    texts = [pairs.captions[index][0] for index in indices]
+    if captions:
+        texts = _for_all(captions, len(indices), tokenizer)
+    images = replace(
+        split,
+        targets=split.targets[list(indices)],
+        paths=tuple(split.paths[index] for index in indices if split.paths),
+        pixels=None if split.pixels is None else split.pixels[list(indices)],
+    )
+    source = make_pair_source(
+        Pairs(images, tuple((text,) for text in texts)),
+        model.card.preprocessing,
+        tokenizer,
+        train=False,
+    )
+    return source.__getitems__([(0, row) for row in range(len(texts))])
+
+
+def _for_all(captions: Sequence[str], number: int, tokenizer: Tokenizer) -> list[str]:
+    if len(captions) not in (1, number):
+        raise ValueError(f"captions must be 1 or {number}, one for each image, not {len(captions)}")
+    for caption, length in zip(captions, tokenizer.lengths(captions), strict=True):
+        if not caption.strip():
+            raise ValueError(f"caption {caption!r} has no words")
+        if length > tokenizer.context_length:
+            raise ValueError(
+                f"caption {caption[:60]!r} has {length} tokens, start and end included, and the "
+                f"model reads {tokenizer.context_length}: shorten it"
+            )
+    return list(captions) * (number // len(captions))
+
+
+def spread(number: int, total: int) -> list[int]:
+    """So many indices, at even distances over all.
+
+    >>> spread(4, 277)
+    [0, 69, 138, 207]
+    """
+    if integer("samples", number) > total:
+        raise ValueError(f"samples ({number}) must not exceed {total}, the number of pairs")
+    return [total * index // number for index in range(number)]
+
+
+def look_at(
+    model: Any,
+    pairs: dict[str, Tensor],
+    *,
+    layer: int | None = None,
+    head: int | None = None,
+    written: bool = False,
+) -> Look:
+    """Where a model looks on a batch of `fixed_pairs`; weights, mode and random state stay as is.
+
+    Args:
+        model: A `Matcher` or a `Captioner`.
+        pairs: From `fixed_pairs`.
+        layer: As for `token_maps`, and so is `head`.
+        written: For the words that a captioner writes itself, instead of those of the captions.
+    """
+    attention_layers(model)
+    if written and not isinstance(model, Captioner):
+        raise ValueError(f"written needs a model that writes, and {type(model).__name__} does not")
+    device = next(model.parameters()).device
+    images = normalize(pairs["images"].to(device), model.card.preprocessing)
+    tokens, mask = pairs["tokens"].to(device), pairs["mask"].to(device)
+    tokenizer = model.make_tokenizer()
+    captions = tokenizer.decode(tokens, mask)
+    if isinstance(model, Captioner):
+        own = generate(model, images)
+        remarks = [f"writes: {text}" for text in tokenizer.decode(*own)]
+        tokens, mask = own if written else (tokens, mask)
+    else:
+        remarks = [f"log-odds {odds:+.1f}" for odds in _log_odds(model, images, tokens, mask)]
+    words, maps = word_maps(model, images, tokens, mask, layer=layer, head=head)
+    return Look(pairs["images"], words, maps, captions, remarks)
+
+
+@torch.no_grad()
+def _log_odds(model: Matcher, images: Tensor, tokens: Tensor, mask: Tensor) -> list[float]:
+    with evaluating(model):
+        return model.match(model.image_tower(images), model.text_tower(tokens, mask)).tolist()
+
+
+class AttentionSaver:
+    """Saves where a model looks as it trains: `engine.fit(after_update=saver)`.
+
+    Every so many updates it writes stepNNNNNN.safetensors and .png of the same pairs, and `finish`
+    draws over_time.png. Nothing of the training is changed. Without matplotlib there are no
+    pictures, with a warning.
+
+    Args:
+        model: A `Matcher` or a `Captioner`.
+        pairs: Pairs to look at, at even distances over all.
+        folder: Made when there is something to write.
+        every: Updates between two looks.
+        samples: How many pairs; all, where there are fewer.
+        main: Whether this process writes; the others do nothing.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        pairs: Pairs,
+        folder: Path,
+        every: int,
+        samples: int = 4,
+        *,
+        main: bool = True,
+    ) -> None:
+        attention_layers(model)  # a model that cannot be looked at is refused before it trains
+        self.every, self.folder, self.main = integer("every", every), Path(folder), main
+        self.draws = True
+        if main:
+            indices = spread(min(integer("samples", samples), len(pairs)), len(pairs))
+            self.pairs = fixed_pairs(model, pairs, indices)
+
+    def __call__(self, model: Any, step: int) -> None:
+        if not self.main or step % self.every:
+            return
+        look = look_at(model, self.pairs)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / f"step{step:06d}"
+        look.save(path.with_suffix(".safetensors"))
+        self._draw(look, path.with_suffix(".png"))
+
+    def finish(self) -> None:
+        """Draws the first pair at all steps, of an interrupted and resumed training too."""
+        look = over_time(self.folder) if self.main else None
+        if look is not None:
+            self._draw(look, self.folder / "over_time.png", one_scale=True)
+
+    def _draw(self, look: Look, path: Path, **options: Any) -> None:
+        if not self.draws:
+            return
+        try:
+            draw(look, path, **options)
+        except ImportError as error:
+            self.draws = False
+            print(f"warning: {error}", file=sys.stderr)
+
+
+def over_time(folder: Path) -> Look | None:
+    """The first pair at each step that an `AttentionSaver` wrote, as if steps were pairs.
+
+    At most `MOST_STEPS` of them, at even distances, the last one always; None where there is none.
+    """
+    files = sorted(Path(folder).glob("step*.safetensors"))
+    if not files:
+        return None
+    kept = spread(min(MOST_STEPS, len(files)), len(files))
+    files = [files[len(files) - 1 - back] for back in reversed(kept)]
+    looks = [Look.load(file) for file in files]
+    first = looks[0].words[0]
+    return Look(
+        pixels=torch.stack([look.pixels[0] for look in looks]),
+        words=[first] * len(looks),
+        maps=torch.stack([look.maps[0, : len(first)] for look in looks]),
+        captions=[f"step {int(file.stem[4:])}" for file in files],
+        remarks=[look.remarks[0] for look in looks],
+    )
