@@ -33,9 +33,10 @@ from torch import Tensor
 import zoo
 from crossmodal.captioner import DECODERS, caption_loss
 from crossmodal.data import PairDataset
+from crossmodal.evaluate import caption_rows, written_captions
 from crossmodal.generate import generate
 from crossmodal.positions import PROFILES, Place, Point, draw, measure, profile_of
-from crossmodal.training import PairOptions, PairTask, caption_rows, written_captions
+from crossmodal.training import PairOptions, PairTask
 from zoo.ablation import (
     AblationOptions,
     Plan,

@@ -18,41 +18,38 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 import tyro
 from torch import Tensor, nn
 
 import vision
 import zoo
-from crossmodal.captioner import Captioner, evaluating
+from crossmodal.captioner import Captioner
 from crossmodal.data import PairDataset, Pairs
 from crossmodal.dual import DualEncoder
-from crossmodal.encoded import Encoded
+from crossmodal.evaluate import (
+    caption_references,
+    caption_rows,
+    image_rows,
+    match_ranks,
+    score_captions,
+    text_rows,
+    written_captions,
+)
 from crossmodal.matcher import Matcher
 from crossmodal.retrieval import (
     KS,
     compare_recall,
     rank_metrics,
     recall_interval,
-    rerank,
     retrieval_ranks,
 )
-from crossmodal.scores import by_length, caption_scores
-from crossmodal.training import (
-    PairOptions,
-    PairTask,
-    caption_rows,
-    image_rows,
-    score_captions,
-    text_rows,
-    written_captions,
-)
+from crossmodal.scores import by_length
+from crossmodal.training import PairOptions, PairTask
 from crossmodal.zeroshot import TEMPLATES, zero_shot_classifier, zero_shot_counts
 from vision.evaluate import class_rows, interval, metrics
 from zoo import engine
@@ -255,35 +252,6 @@ def all_ranks(job: Job) -> Ranks:
     return found
 
 
-@torch.no_grad()
-def match_ranks(
-    model: Any,
-    images: dict[str, Tensor],
-    texts: dict[str, Tensor],
-    pairs: Pairs,
-    k: int,
-    similarity: bool,
-) -> dict[str, Tensor]:
-    """Ranks both ways after the matcher has reordered the `k` nearest, see `score_matcher`."""
-    owners, device = pairs.texts()[1], model.logit_scale.device
-    captions = by_image(range(len(owners)), pairs)
-
-    def taken(rows: dict[str, Tensor], index: Tensor) -> Encoded:
-        found = {name: rows[name][index].to(device) for name in rows.keys() - {"vector"}}
-        return Encoded(found["tokens"], found["pooled"], found.get("mask"))
-
-    def match(image: Tensor, text: Tensor) -> Tensor:
-        odds = model.match(taken(images, image), taken(texts, text)).cpu()
-        near = (images["vector"][image] * texts["vector"][text]).sum(dim=1)
-        return odds + similarity * model.logit_scale.exp().cpu() * near
-
-    with evaluating(model):
-        return {
-            "i2t": rerank(images["vector"], texts["vector"], captions, match, k=k),
-            "t2i": rerank(texts["vector"], images["vector"], owners, lambda t, i: match(i, t), k=k),
-        }
-
-
 def retrieval(ranks: Ranks, pairs: Pairs, part: str) -> Report:
     """Recall and its intervals, named as in training; of a matcher also what matching changed."""
     values: dict[str, float] = {}
@@ -359,12 +327,8 @@ def captioning(job: Job, languages: Sequence[str]) -> Report:
     """Scores of what the model writes, also by the length of the right caption, and samples."""
     language = languages[0] if len(languages) == 1 else None
     rows = job.rows(job.task.pairs(job.pairs), caption_rows(job.task, job.flag("beams", 1)))
-    written = written_captions(job.task, rows)
-    # As the tokenizer gives them back: it may change case and spaces.
-    known = job.task.tokenizer.decode(*job.task.tokenizer(job.pairs.texts()[0]))
-    references = by_image(known, job.pairs)
-    scores = score_captions(job.task, rows, job.pairs)
-    scores |= caption_scores(written, references, language=language)
+    scores = score_captions(job.task, rows, job.pairs, language)
+    written, references = written_captions(job.task, rows), caption_references(job.task, job.pairs)
     bins = by_length(written, references, language=language)
     step = max(1, len(written) // SAMPLES)
     samples = list(zip(references, written, strict=True))[: step * SAMPLES : step]
@@ -373,12 +337,6 @@ def captioning(job: Job, languages: Sequence[str]) -> Report:
         "by_length": [found._asdict() for found in bins],
         "samples": [{"references": right, "written": text} for right, text in samples],
     }
-
-
-def by_image(items: Iterable[Any], pairs: Pairs) -> list[list[Any]]:
-    """One item for each caption, as a list for each image."""
-    left = iter(items)
-    return [list(islice(left, len(own))) for own in pairs.captions]
 
 
 def show(report: Report) -> None:

@@ -21,21 +21,18 @@ import tyro
 from torch import Tensor, nn
 
 from crossmodal.captioner import caption_loss
-from crossmodal.loss import contrastive_loss
-from crossmodal.matcher import match_loss
-from crossmodal.scores import sacrebleu_metrics
-from crossmodal.training import (
-    PairOptions,
-    PairTask,
-    build,
+from crossmodal.evaluate import (
     caption_rows,
-    check_validation,
     image_rows,
     score_captions,
     score_dual,
     score_matcher,
     text_rows,
 )
+from crossmodal.loss import contrastive_loss
+from crossmodal.matcher import match_loss
+from crossmodal.scores import sacrebleu_metrics
+from crossmodal.training import PairOptions, PairTask, build, check_validation
 from zoo import engine
 
 MODELS = {"contrastive": "dual_micro", "match": "matcher_micro", "caption": "captioner_micro"}

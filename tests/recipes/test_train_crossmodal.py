@@ -197,3 +197,12 @@ def test_recall_of_one_pair_is_refused_before_training(pairs, tmp_path):
     done = launch("--data", data, *TINY, *SHORT, "--out", tmp_path / "run", ok=False)
     assert "1 validation pairs, and 2 or more are needed" in done.stderr
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("task", ["match", "caption"])
+def test_captions_longer_than_the_context_are_cut(pairs, tmp_path, task):
+    """Their end token stays: case G1."""
+    flags = ["--data", pairs, *TINY, *SHORT, "--context-length", "6", "--out", tmp_path / "run"]
+    done = launch("--task", task, *flags)
+    assert summary(tmp_path / "run")["status"] == "completed"
+    assert "captions are cut to 6 tokens (--context-length)" in done.stderr
