@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -20,7 +19,6 @@ from crossmodal.recurrent import LstmAdditive, LstmFixed
 from crossmodal.tokenizer import Tokenizer, create_tokenizer
 from crossmodal.towers import ImageTower
 from vision.checks import check_choice
-from zoo.diagnostics.capture import capture_attention
 from zoo.registry import records_options, register_model
 
 DECODERS = ("lstm_fixed", "lstm_additive", "transformer")
@@ -201,30 +199,6 @@ def _targets(logits: Tensor, tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tens
             f"{tuple(logits.shape)}, {tuple(tokens.shape)} and {tuple(mask.shape)}"
         )
     return tokens[:, 1:], mask[:, 1:]
-
-
-@torch.no_grad()
-def word_maps(model: Captioner, images: Tensor, tokens: Tensor, mask: Tensor) -> Tensor:
-    """Where the decoder looks as it writes each token of a caption: (b n-1 m).
-
-    The mean weight over heads and layers. Map i belongs to token i + 1, the one that is written;
-    maps of padding are zeros. The m cells are the tower's grid row by row: prefix tokens are left
-    out, so that a map sums to what they leave.
-
-    Raises:
-        ValueError: the decoder is `lstm_fixed`, which looks at no patches.
-    """
-    layers = model.decoder.looks
-    if not layers:
-        raise ValueError(
-            f"{type(model.decoder).__name__} has no attention over patches; decoders that have: "
-            f"{', '.join(DECODERS[1:])}"
-        )
-    with evaluating(model), capture_attention(model.decoder, layers) as records:
-        model(images, tokens, mask)
-    maps = torch.stack([torch.cat(parts, 2) for parts in records.values()])  # layers b h n-1 m
-    maps = maps.mean((0, 2)).masked_fill(~mask[:, 1:, None].cpu(), 0)
-    return maps[..., model.image_tower.num_prefix_tokens :]
 
 
 @contextmanager

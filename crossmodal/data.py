@@ -339,6 +339,20 @@ class CaptionSource:
         return {**self.tokens.rows(ids), "ids": ids}
 
 
+class First:
+    """The first samples of a source, at most so many."""
+
+    def __init__(self, source: PairSource, most: int) -> None:
+        self.source, self.most, self.at_once = source, most, source.at_once
+
+    def __len__(self) -> int:
+        return min(self.most, len(self.source))
+
+    def __getitems__(self, keys: list[Key]) -> dict[str, Tensor]:
+        """As the source gives them."""
+        return self.source.__getitems__(keys)
+
+
 def trim(batch: dict[str, Any]) -> dict[str, Any]:
     """Cuts tokens and mask to the longest caption; loaders fetch several batches at once."""
     n = int(batch["mask"].sum(1).max())

@@ -169,8 +169,12 @@ def caption_references(task: PairTask, pairs: Pairs) -> list[list[str]]:
 def score_captions(
     task: PairTask, rows: Rows, pairs: Pairs, language: str | None = None
 ) -> dict[str, float]:
-    """Loss, token accuracy, BLEU-4, chrF and exact matches against all captions of each image."""
-    written, references = written_captions(task, rows), caption_references(task, pairs)
+    """Loss, token accuracy, BLEU-4, chrF and exact matches against all captions of each image.
+
+    Of the first images, where there are rows of fewer than all.
+    """
+    written = written_captions(task, rows)
+    references = caption_references(task, pairs)[: len(written)]
     return {
         "loss": float(rows["loss"].double().mean()),
         "token_accuracy": 100 * int(rows["hits"].sum()) / int(rows["tokens"].sum()),

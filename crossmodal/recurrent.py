@@ -92,7 +92,7 @@ class LstmAdditive(Decoder):
     The hidden state of the last layer queries the image's tokens by additive scores (Bahdanau,
     arXiv 1409.0473); what it finds enters the first layer beside the token, and the output.
     Weights of one caption are recorded token by token: `zoo.capture_attention` gives a list of n
-    tensors (b h 1 m), and `crossmodal.captioner.word_maps` puts them together.
+    tensors (b h 1 m), and `crossmodal.overlay.token_maps` puts them together.
     """
 
     looks = "attn"

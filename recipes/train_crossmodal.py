@@ -21,6 +21,7 @@ import tyro
 from torch import Tensor, nn
 
 from crossmodal.captioner import caption_loss
+from crossmodal.data import First
 from crossmodal.evaluate import (
     caption_rows,
     image_rows,
@@ -29,14 +30,17 @@ from crossmodal.evaluate import (
     score_matcher,
     text_rows,
 )
+from crossmodal.looks import AttentionSaver
 from crossmodal.loss import contrastive_loss
 from crossmodal.matcher import match_loss
 from crossmodal.scores import sacrebleu_metrics
 from crossmodal.training import PairOptions, PairTask, build, check_validation
 from zoo import engine
+from zoo.layers.check import integer
 
 MODELS = {"contrastive": "dual_micro", "match": "matcher_micro", "caption": "captioner_micro"}
 BEST = {"contrastive": "val/t2i_recall@5", "match": "val/t2i_recall@5", "caption": "val/bleu4"}
+REMEMBERED = 2000  # training images about which captions are written, at most
 
 Metrics = dict[str, float]
 
@@ -81,16 +85,17 @@ class Config(PairOptions, engine.TrainOptions):
     """caption: captions that evaluation follows at once; 1 takes the likeliest word each time."""
     label_smoothing: float = 0.0
     """caption: share of each target spread over the vocabulary."""
+    save_attention_every: int = 0
+    """match, caption: updates between pictures of where words look, in attention/; 0 for none."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "model", self.model or MODELS[self.task])
         engine.TrainOptions.__post_init__(self)
         PairOptions.__post_init__(self)
-        if self.rerank < 1 or not 0 <= self.label_smoothing < 1:
-            raise ValueError(
-                f"rerank ({self.rerank}) must be at least 1, label_smoothing "
-                f"({self.label_smoothing}) in [0, 1)"
-            )
+        for name, least in (("rerank", 1), ("beams", 1), ("save_attention_every", 0)):
+            integer(name, getattr(self, name), least)
+        if not 0 <= self.label_smoothing < 1:
+            raise ValueError(f"label_smoothing ({self.label_smoothing}) must lie in [0, 1)")
         self.options_of_the_task()
 
     def options_of_the_task(self) -> dict[str, Any]:
@@ -126,6 +131,7 @@ def main(config: Config) -> None:
         **config.options_of_the_task(),
     )
     task = PairTask(model, data, config, config.seed)
+    saver = attention_saver(model, run, task, config)
     scores = {"contrastive": dual_scores, "match": match_scores, "caption": caption_scores}
 
     def contrastive(model: nn.Module, batch: dict[str, Any]) -> Tensor:
@@ -150,9 +156,11 @@ def main(config: Config) -> None:
         found = scores[config.task](model, run, task, config)
         return None if found is None else {f"val/{name}": value for name, value in found.items()}
 
-    def after_update(model: Any, _step: int) -> None:
+    def after_update(model: Any, step: int) -> None:
         if config.task != "caption":
             model.clamp_scale_()
+        if saver:
+            saver(model, step)
 
     kind = getattr(model, "loss", "")
     run.notes["pairs"] = data.report
@@ -166,6 +174,18 @@ def main(config: Config) -> None:
         after_update=after_update,
         best=BEST[config.task],
     )
+    if saver:
+        saver.finish()
+
+
+def attention_saver(
+    model: Any, run: engine.Run, task: PairTask, config: Config
+) -> AttentionSaver | None:
+    """Draws where the words of fixed validation pairs look, on the main process."""
+    if not config.save_attention_every:
+        return None
+    folder, main = run.folder / "attention", run.accelerator.is_main_process
+    return AttentionSaver(model, task.data.val, folder, config.save_attention_every, main=main)
 
 
 def dual_scores(model: Any, run: engine.Run, task: PairTask, config: Config) -> Metrics | None:
@@ -203,11 +223,15 @@ def retrieval_rows(
 
 
 def caption_scores(model: Any, run: engine.Run, task: PairTask, config: Config) -> Metrics | None:
-    """What the model writes about the validation images, and about training ones."""
+    """What the model writes about the validation images, and about the first training ones."""
     scores: Metrics = {}
     for prefix, pairs in (("", task.data.val), ("train_", task.data.train)):
+        source = task.pairs(pairs)
         loader = engine.evaluation_loader(
-            run.accelerator, task.pairs(pairs), 2 * config.batch_size, config.workers
+            run.accelerator,
+            First(source, REMEMBERED) if prefix else source,
+            2 * config.batch_size,
+            config.workers,
         )
         fn = caption_rows(task, config.beams)
         rows = engine.collect(run.accelerator, model, loader, fn, run.stopping)

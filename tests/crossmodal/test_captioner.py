@@ -17,7 +17,6 @@ from crossmodal.captioner import (
     caption_loss,
     evaluating,
     token_counts,
-    word_maps,
 )
 from crossmodal.generate import generate
 from vision.resnet import ResNet
@@ -173,42 +172,6 @@ def test_token_counts_are_sums() -> None:
     right, total = token_counts(logits, tokens, mask)
     assert total.tolist() == [len(text) + 1 for text in TEXTS]  # bytes, and the end
     assert right.tolist() == [total[0] - 1, total[1], total[2]]
-
-
-@pytest.mark.parametrize("decoder", ["lstm_additive", "transformer"])
-def test_word_maps_are_the_mean_weights_of_each_word(decoder: str) -> None:
-    model = captioner(decoder, drop_rate=0.3)
-    images, tokens, mask = pairs()
-    maps = word_maps(model, images, tokens, mask)
-    assert maps.shape == (3, 9, 64)
-    sums = maps.sum(-1)
-    torch.testing.assert_close(sums, mask[:, 1:].float())
-    assert model.training  # dropout was off all the same
-    assert torch.equal(word_maps(model, images, tokens, mask), maps)
-    model.eval()
-    seen, state = model.encode_image(images), None
-    state = model.decoder.start(seen)
-    for place in range(9):
-        with zoo.capture_attention(model.decoder, model.decoder.looks) as records:
-            _, state = model.decoder.step(tokens[:, place], state)
-        mean = sum(w.mean(1)[:, 0] for (w,) in records.values()) / len(records)
-        kept = mask[:, place + 1]
-        torch.testing.assert_close(maps[kept, place], mean[kept])
-
-
-def test_word_maps_leave_prefix_tokens_out() -> None:
-    options = {"class_token": True, "global_pool": "token"}
-    model = captioner(image_tower="vit_micro_patch4_32", image_options=options)
-    images, tokens, mask = pairs()
-    assert model.encode_image(images).tokens.shape[1] == 65
-    maps = word_maps(model, images, tokens, mask)
-    assert maps.shape == (3, 9, 64)
-    assert maps.sum(-1)[mask[:, 1:]].max() < 1
-
-
-def test_lstm_fixed_has_no_word_maps() -> None:
-    with pytest.raises(ValueError, match=r"LstmFixed has no attention.*lstm_additive, transformer"):
-        word_maps(captioner("lstm_fixed"), *pairs())
 
 
 def test_evaluating_puts_every_part_back() -> None:

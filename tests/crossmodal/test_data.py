@@ -12,6 +12,7 @@ from torch.nn import functional as F
 import crossmodal.openmoji
 from crossmodal.data import (
     NUM_UNSEEN,
+    First,
     Pairs,
     load_pairs,
     make_caption_source,
@@ -257,3 +258,11 @@ def test_loaders_read_pairs_in_worker_processes():
     ]
     assert [ids for ids, _ in batches[0]] == [ids for ids, _ in batches[1]]
     assert all(torch.equal(a[1], b[1]) for a, b in zip(*batches, strict=True))
+
+
+def test_the_first_samples_of_a_source():
+    source = make_pair_source(pairs(), PRE, BYTES, train=False)
+    first, all_of_them = First(source, 2), First(source, 100)
+    assert (len(first), len(all_of_them)) == (2, len(source))
+    batch, same = (each.__getitems__(keys(0, 0, 1)) for each in (first, source))
+    assert all(torch.equal(batch[name], same[name]) for name in same)

@@ -91,8 +91,12 @@ def pairs(tmp_path_factory) -> str:
 @pytest.mark.parametrize("task", ["contrastive", "match", "caption"])
 def test_every_task_trains_and_saves_a_model_that_works(pairs, tmp_path, task):
     out = tmp_path / "run"
-    text = [] if task == "caption" else ["--text-tower", "text_bag"]
-    launch("--task", task, "--data", pairs, *TINY, *text, *SHORT, "--out", out)
+    more = [] if task == "caption" else ["--text-tower", "text_bag"]
+    more += [] if task == "contrastive" else ["--save-attention-every", "3"]
+    launch("--task", task, "--data", pairs, *TINY, *more, *SHORT, "--out", out)
+    names = {path.name for path in out.glob("attention/*.png")}
+    pictures = {"step000003.png", "step000006.png", "over_time.png"}
+    assert names == (set() if task == "contrastive" else pictures)
     found = summary(out)
     assert (found["recipe"], found["status"]) == ("train_crossmodal", "completed")
     assert (found["epochs"], found["steps"]) == (2, 6)
