@@ -31,8 +31,9 @@ class PairOptions:
     """Flags that recipes for images and captions share: what is read and what is done to it."""
 
     data: str = "emoji"
-    """emoji (1,636 drawings of 32x32 and their names), pairs:FILE (JSONL, CSV or TSV of image and
-    caption), wds:PATTERN (tar shards), hf:NAME, strips:N or needle:N (digits in a row)."""
+    """emoji (1,636 drawings of 32x32 and their names; emoji:bases holds out variants too),
+    pairs:FILE (JSONL, CSV or TSV of image and caption), wds:PATTERN (tar shards), hf:NAME, strips:N
+    or needle:N (digits in a row)."""
     val_data: str | None = None
     """Validation pairs in a file of their own; else the data's own, or a share of its images."""
     val_share: float = 0.1

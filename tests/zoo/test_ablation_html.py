@@ -110,6 +110,17 @@ def test_the_page_is_well_formed_complete_and_self_contained(tmp_path):
     assert 'name="viewport"' in text
 
 
+def test_more_pictures_are_embedded_under_their_titles(tmp_path):
+    plan = plan_of()
+    cells(plan, tmp_path)
+    picture = tmp_path / "curves.png"
+    picture.write_bytes(b"any bytes")
+    _, read = page(tmp_path, plan, pictures={"Curves <by norm>": picture})
+    assert "Curves <by norm>" in read.text["h2"]
+    loads = [value for tag, name, value in read.attributes if (tag, name) == ("img", "src")]
+    assert base64.b64encode(b"any bytes").decode() in [value.partition(",")[2] for value in loads]
+
+
 def test_names_are_escaped_everywhere(tmp_path):
     plan = plan_of()
     cells(plan, tmp_path)
