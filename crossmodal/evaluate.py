@@ -23,6 +23,7 @@ from crossmodal.generate import generate
 from crossmodal.loss import contrastive_loss
 from crossmodal.retrieval import rank_metrics, rerank, retrieval_metrics
 from crossmodal.scores import caption_scores
+from crossmodal.tokenizer import create_tokenizer
 from crossmodal.training import PairTask
 
 Rows = Mapping[str, Tensor]
@@ -162,8 +163,14 @@ def written_captions(task: PairTask, rows: Rows) -> list[str]:
 
 
 def caption_references(task: PairTask, pairs: Pairs) -> list[list[str]]:
-    """All captions of each image, as the tokenizer gives them back: case and spaces may change."""
-    return by_image(task.tokenizer.decode(*task.tokenizer(pairs.texts()[0])), pairs)
+    """All captions of each image, as the tokenizer gives them back: case and spaces may change.
+
+    Whole ones, where the model's context would cut them: a model of few tokens is not scored
+    against the starts of captions.
+    """
+    texts = pairs.texts()[0]
+    whole = create_tokenizer(task.tokenizer.spec, max(task.tokenizer.lengths(texts)))
+    return by_image(whole.decode(*whole(texts)), pairs)
 
 
 def score_captions(

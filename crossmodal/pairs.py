@@ -50,7 +50,20 @@ def read(name: str, options: Options) -> Table:
                 rows.append(_row(record(), where, file.parent, options))
             except RowError as error:
                 problems.append(f"{where}: {error}")
-    return Table(rows, problems, _images)
+    rows, untold = _told(rows)
+    return Table(rows, problems + untold, _images)
+
+
+def _told(rows: list[Row]) -> tuple[list[Row], list[str]]:
+    """Those that name their split where any does, and what is wrong with the others."""
+    first = next((row for row in rows if row.split), None)
+    if first is None:
+        return rows, []
+    return [row for row in rows if row.split], [
+        f"{row.where}: no split, but {first.where} has one; it must be in every row or in none"
+        for row in rows
+        if not row.split
+    ]
 
 
 def _images(paths: Sequence[Any]) -> Split:
@@ -72,12 +85,20 @@ def _object(line: str) -> dict[str, Any]:
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
+        hint = "" if _is_utf8(line) else ", nor UTF-8; save the file as UTF-8"
         raise RowError(
-            f"not JSON, one object a line: {error.msg} at column {error.colno}"
+            f"not JSON, one object a line: {error.msg} at column {error.colno}{hint}"
         ) from None
+    except (ValueError, RecursionError) as error:  # endless digits, endless brackets
+        raise RowError(f"not JSON that can be read: {error}") from None
     if not isinstance(record, dict):
         raise RowError(f"must be an object, not {type(record).__name__}")
     return record
+
+
+def _is_utf8(text: str) -> bool:
+    """Whether no byte had to be replaced by a surrogate, nor is a zero as in UTF-16."""
+    return "\0" not in text and not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
 def _table(text: IO[str], file: Path, options: Options) -> Iterator[tuple[int, Record]]:
@@ -111,6 +132,9 @@ def _fields(names: list[str], fields: list[str]) -> dict[str, Any]:
 
 def _check_columns(names: list[str], file: Path, options: Options) -> None:
     missing = [x for x in (options.image_column, options.caption_column) if x not in names]
+    twice = sorted({name for name in names if name and names.count(name) > 1})
+    if twice:
+        raise PairError(f"{file} line 1: {twice[0]!a} names several columns; rename all but one")
     if missing:
         raise PairError(
             f"{file} line 1: no column {' and '.join(missing)}; it names {', '.join(names)!a} "
@@ -130,7 +154,7 @@ def _row(record: dict[str, Any], where: str, folder: Path, options: Options) -> 
     split = record.get("split", "")
     if "split" in record and split not in ("train", "val"):
         raise RowError(f"split {split!r} must be train or val, in every row")
-    path = os.path.normpath(folder / name)
+    path = os.path.realpath(folder / name)  # or a link could put an image into both parts
     if not os.path.isfile(path):
         raise RowError(f"no image {path} (paths count from the folder of the file)")
     return Row(path, captions, os.path.normpath(name), where, split)

@@ -118,7 +118,12 @@ class PairOptions:
 
 
 def check_validation(data: PairDataset, least: int) -> None:
-    """Refuses data with too few validation pairs, before an epoch is trained for nothing."""
+    """Refuses data without training pairs or with too few of validation, before training."""
+    if not len(data.train):
+        raise ValueError(
+            f"{data.name} has no training pairs: all are of val; give --val-data, a --val-share "
+            "below 1, or a split column with rows of train"
+        )
     if len(data.val) < least:
         raise ValueError(
             f"{data.name} has {len(data.val)} validation pairs, and {least} or more are needed"

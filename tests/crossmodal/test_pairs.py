@@ -116,7 +116,7 @@ def bad_lines(tmp_path: Path) -> tuple[list, dict[int, str]]:
         {"image": names[1], "caption": "x", "split": "test"},
         {"image": "cut.png", "caption": "x"},
         {"image": names[2], "caption": "good too"},
-        {"image": names[0], "caption": "x", "split": "train"},
+        {"image": names[0]},
         {"image": "empty.png", "caption": "x"},
     ]
     wrong = {
@@ -129,7 +129,7 @@ def bad_lines(tmp_path: Path) -> tuple[list, dict[int, str]]:
         8: "must be an object, not list",
         9: "split 'test' must be train or val",
         10: f"{tmp_path}/cut.png: ",
-        12: "the image is in split 'train', but in '' at",
+        12: "no caption among 'image' (",
         13: f"{tmp_path}/empty.png: empty file",
     }
     return rows, wrong
@@ -297,3 +297,47 @@ def test_bad_rows_of_the_validation_file_count_too(tmp_path):
     with pytest.raises(PairError, match=r"1 rows of .*b.jsonl"):
         load_pairs(train, val=val)
     assert load_pairs(train, val=val, bad_rows="skip").report["skipped"] == 1
+
+
+def test_a_split_in_some_rows_only_is_refused(tmp_path):
+    names = pictures(tmp_path, 3)
+    rows = [{"image": name, "caption": "a"} for name in names]
+    rows[1]["split"], rows[2]["split"] = "train", "val"
+    spec = jsonl(tmp_path / "a.jsonl", rows)
+    with pytest.raises(PairError, match=r"line 1: no split, but .*line 2 has one"):
+        load_pairs(spec)
+    assert len(load_pairs(spec, bad_rows="skip").train) == 1
+
+
+@pytest.mark.parametrize("line", ["[" * 100_000, '{"image": ' + "9" * 6000 + "}"])
+def test_json_that_python_does_not_read_is_a_bad_row(tmp_path, line):
+    (name, other) = pictures(tmp_path, 2)
+    rows = [{"image": name, "caption": "a"}, {"image": other, "caption": "b"}, line]
+    spec = jsonl(tmp_path / "a.jsonl", rows)
+    with pytest.raises(PairError, match="line 3: not JSON"):
+        load_pairs(spec)
+    assert load_pairs(spec, bad_rows="skip").report["skipped"] == 1
+
+
+def test_lines_in_utf_16_say_so(tmp_path):
+    file = tmp_path / "a.jsonl"
+    file.write_text(json.dumps({"image": "a.png", "caption": "a"}), encoding="utf-16")
+    with pytest.raises(PairError, match=r"line 1: .*save the file as UTF-8"):
+        load_pairs(f"pairs:{file}")
+
+
+def test_a_link_does_not_put_an_image_into_both_parts(tmp_path):
+    (name,) = pictures(tmp_path, 1)
+    (tmp_path / "link.png").symlink_to(tmp_path / name)
+    rows = [
+        {"image": name, "caption": "a", "split": "train"},
+        {"image": "link.png", "caption": "b", "split": "val"},
+    ]
+    with pytest.raises(PairError, match="line 2: the image is in split 'val', but in 'train'"):
+        load_pairs(jsonl(tmp_path / "a.jsonl", rows))
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path):
+    rows = [["image", "caption", "caption"], [*pictures(tmp_path, 1), "a", "b"]]
+    with pytest.raises(PairError, match="line 1: 'caption' names several columns"):
+        load_pairs(table(tmp_path / "a.csv", rows))
