@@ -77,10 +77,18 @@ def _tables(name: str, options: Options) -> dict[str, Any]:
     except ImportError as error:
         raise ImportError("hf: needs datasets: pip install 'attention-zoo[streaming]'") from error
     folder = Path(name).expanduser()
-    if any((folder / file).is_file() for file in ("dataset_dict.json", "state.json")):
-        found = datasets.load_from_disk(str(folder))
-    else:
-        found = datasets.load_dataset(str(folder) if folder.is_dir() else name)
+    saved = any((folder / file).is_file() for file in ("dataset_dict.json", "state.json"))
+    try:
+        if saved:
+            found: Any = datasets.load_from_disk(str(folder))
+        else:
+            found = datasets.load_dataset(str(folder) if folder.is_dir() else name)
+    except Exception as error:  # of many kinds, by what is read and from where
+        reason = error.__cause__ or error
+        raise PairError(
+            f"hf:{name} cannot be read by datasets: {type(reason).__name__}: {reason}; "
+            f"look at it with datasets.load_dataset({name!r})"
+        ) from error
     tables = dict(found) if isinstance(found, dict) else {"all": found}
     for split, table in tables.items():
         for column in (options.image_column, options.caption_column):

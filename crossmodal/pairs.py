@@ -50,20 +50,7 @@ def read(name: str, options: Options) -> Table:
                 rows.append(_row(record(), where, file.parent, options))
             except RowError as error:
                 problems.append(f"{where}: {error}")
-    rows, untold = _told(rows)
-    return Table(rows, problems + untold, _images)
-
-
-def _told(rows: list[Row]) -> tuple[list[Row], list[str]]:
-    """Those that name their split where any does, and what is wrong with the others."""
-    first = next((row for row in rows if row.split), None)
-    if first is None:
-        return rows, []
-    return [row for row in rows if row.split], [
-        f"{row.where}: no split, but {first.where} has one; it must be in every row or in none"
-        for row in rows
-        if not row.split
-    ]
+    return Table(rows, problems, _images)
 
 
 def _images(paths: Sequence[Any]) -> Split:

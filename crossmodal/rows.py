@@ -147,8 +147,9 @@ def _read(spec: str, options: Options) -> tuple[Table, list[str]]:
     """The usable rows of a spec, one an image, and the others as messages."""
     table = _reader(spec)(spec.partition(":")[2], options)
     rows, conflicts = _merge(table.rows)
+    rows, untold = _told(rows)
     rows, broken = _opening(rows, table) if options.check_images else (rows, [])
-    problems = [*table.problems, *conflicts, *broken]
+    problems = [*table.problems, *conflicts, *untold, *broken]
     if problems and options.bad_rows == "stop":
         shown = problems[:MOST] + (["..."] if len(problems) > MOST else [])
         raise PairError(
@@ -184,6 +185,18 @@ def _merge(rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
             captions = tuple(dict.fromkeys(first.captions + row.captions))
             merged[row.image] = replace(first, captions=captions)
     return list(merged.values()), problems
+
+
+def _told(rows: list[Row]) -> tuple[list[Row], list[str]]:
+    """Those that name their split where any does, and what is wrong with the others."""
+    first = next((row for row in rows if row.split), None)
+    if first is None:
+        return rows, []
+    return [row for row in rows if row.split], [
+        f"{row.where}: no split, but {first.where} has one; it must be in every row or in none"
+        for row in rows
+        if not row.split
+    ]
 
 
 def _opening(rows: Sequence[Row], table: Table) -> tuple[list[Row], list[str]]:

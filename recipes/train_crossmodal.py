@@ -39,7 +39,6 @@ from zoo import engine
 from zoo.layers.check import integer
 
 MODELS = {"contrastive": "dual_micro", "match": "matcher_micro", "caption": "captioner_micro"}
-BEST = {"contrastive": "val/t2i_recall@5", "match": "val/t2i_recall@5", "caption": "val/bleu4"}
 REMEMBERED = 2000  # training images about which captions are written, at most
 
 Metrics = dict[str, float]
@@ -172,10 +171,17 @@ def main(config: Config) -> None:
         evaluate_fn,
         prepare_fn=task.prepare,
         after_update=after_update,
-        best=BEST[config.task],
+        best=best_metric(config.task, len(data.val)),
     )
     if saver:
         saver.finish()
+
+
+def best_metric(task: str, candidates: int) -> str:
+    """The number whose highest value marks the best checkpoint."""
+    if task == "caption":
+        return "val/chrf"
+    return f"val/t2i_recall@{5 if candidates >= 5 else 1}"
 
 
 def attention_saver(

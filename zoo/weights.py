@@ -258,6 +258,9 @@ def _check_options(model: nn.Module, source: Source, allowed: set[str]) -> None:
     different = {name: pair for name, pair in different.items() if name not in allowed}
     if different:
         shown = "; ".join(f"{k}: {a!r} there, {b!r} here" for k, (a, b) in different.items())
+        other = source.card.architecture
+        if other is not None and other != card.architecture:
+            shown = f"it holds {other}; {shown}"
         raise WeightsError(
             f"{source.name} was saved with other options than {describe(model)}: {shown}; "
             f"build the model with the same options, or load with strict=False"

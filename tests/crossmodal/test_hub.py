@@ -128,3 +128,10 @@ def test_without_datasets_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ImportError, match=r"attention-zoo\[streaming\]"):
         load_pairs("hf:somewhere")
+
+
+def test_what_datasets_cannot_read_is_told_with_its_cause(tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/a.jsonl").write_text("{no json")
+    with pytest.raises(PairError, match=r"hf:.*data cannot be read by datasets: \w+: .+; look at"):
+        load_pairs(f"hf:{tmp_path / 'data'}")

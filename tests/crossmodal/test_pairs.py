@@ -116,7 +116,7 @@ def bad_lines(tmp_path: Path) -> tuple[list, dict[int, str]]:
         {"image": names[1], "caption": "x", "split": "test"},
         {"image": "cut.png", "caption": "x"},
         {"image": names[2], "caption": "good too"},
-        {"image": names[0]},
+        {"image": names[0], "caption": "x", "split": "train"},
         {"image": "empty.png", "caption": "x"},
     ]
     wrong = {
@@ -129,7 +129,7 @@ def bad_lines(tmp_path: Path) -> tuple[list, dict[int, str]]:
         8: "must be an object, not list",
         9: "split 'test' must be train or val",
         10: f"{tmp_path}/cut.png: ",
-        12: "no caption among 'image' (",
+        12: "the image is in split 'train', but in '' at",
         13: f"{tmp_path}/empty.png: empty file",
     }
     return rows, wrong

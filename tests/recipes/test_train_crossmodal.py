@@ -210,3 +210,12 @@ def test_captions_longer_than_the_context_are_cut(pairs, tmp_path, task):
     done = launch("--task", task, *flags)
     assert summary(tmp_path / "run")["status"] == "completed"
     assert "captions are cut to 6 tokens (--context-length)" in done.stderr
+
+
+def test_few_candidates_have_a_best_checkpoint_too(pairs, tmp_path):
+    folder = Path(pairs.partition(":")[2]).parent
+    lines = (folder / "pairs.jsonl").read_text().splitlines()[:39]  # three of them val
+    (folder / "three.jsonl").write_text("\n".join(lines))
+    launch("--data", f"pairs:{folder / 'three.jsonl'}", *TINY, *SHORT, "--out", tmp_path / "run")
+    assert "val/t2i_recall@1" in summary(tmp_path / "run")["best"]
+    assert (tmp_path / "run/checkpoints/best.pt").is_file()
