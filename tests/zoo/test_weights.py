@@ -543,7 +543,7 @@ def test_tied_tensors_are_saved(tmp_path: Path) -> None:
 
 def test_reading_names_are_exported() -> None:
     assert weights.read_source is sources.read_source
-    assert set(sources.SOURCES) == {"file", "local-dir", "timm", "torchvision"}
+    assert set(sources.SOURCES) == {"file", "local-dir", "timm", "torchvision", "open_clip"}
 
 
 def test_a_training_checkpoint_tells_its_grid(tmp_path):
