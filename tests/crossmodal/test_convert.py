@@ -27,10 +27,14 @@ SMALL = {"width": D, "heads": H, "layers": 2, "output_dim": 12}
 
 
 def shuffled(module):
-    """Random weights everywhere: norms and biases that start at 1 and 0 could hide a mix-up."""
+    """Random weights everywhere: norms and biases that start at 1 and 0 could hide a mix-up.
+
+    open_clip leaves some as memory was, which may be NaN: these start at 0.
+    """
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in module.parameters():
+            parameter.copy_(parameter.nan_to_num(0, 0, 0).clamp(-2, 2))
             parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
     return module.eval()
 
