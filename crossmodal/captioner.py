@@ -5,11 +5,10 @@ Shapes: b batch, n tokens, m image tokens, h heads, c y x channels, rows and col
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from crossmodal.composite import Composite
@@ -199,18 +198,6 @@ def _targets(logits: Tensor, tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tens
             f"{tuple(logits.shape)}, {tuple(tokens.shape)} and {tuple(mask.shape)}"
         )
     return tokens[:, 1:], mask[:, 1:]
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Dropout and batch statistics off inside the context, for each part as it was afterwards."""
-    modes = {part: part.training for part in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for part, training in modes.items():
-            part.training = training
 
 
 # --- variants --------------------------------------------------------------------------------

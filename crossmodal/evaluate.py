@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from crossmodal.balance import attention_balance, watched
-from crossmodal.captioner import caption_losses, evaluating, token_counts
+from crossmodal.captioner import caption_losses, token_counts
 from crossmodal.data import Pairs
 from crossmodal.encoded import Encoded
 from crossmodal.generate import generate
@@ -25,6 +25,7 @@ from crossmodal.retrieval import rank_metrics, rerank, retrieval_metrics
 from crossmodal.scores import caption_scores
 from crossmodal.tokenizer import create_tokenizer
 from crossmodal.training import PairTask
+from zoo.surgery import evaluating
 
 Rows = Mapping[str, Tensor]
 

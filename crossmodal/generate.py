@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from crossmodal.captioner import evaluating
 from crossmodal.decoder import Decoder
 from crossmodal.encoded import Encoded
 from vision.checks import check_choice
 from zoo.layers import reorder
 from zoo.layers.check import fraction, integer, positive
+from zoo.surgery import evaluating
 
 METHODS = ("greedy", "beam", "sample")
 

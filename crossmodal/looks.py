@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from crossmodal.captioner import Captioner, evaluating
+from crossmodal.captioner import Captioner
 from crossmodal.data import Pairs, make_pair_source
 from crossmodal.generate import generate
 from crossmodal.matcher import Matcher
@@ -24,6 +24,7 @@ from crossmodal.overlay_figure import draw
 from crossmodal.tokenizer import Tokenizer
 from zoo.layers.check import integer
 from zoo.preprocess import normalize
+from zoo.surgery import evaluating
 
 MOST_STEPS = 12  # rows of over_time.png
 

@@ -21,12 +21,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from crossmodal.captioner import DECODERS, Captioner, evaluating
+from crossmodal.captioner import DECODERS, Captioner
 from crossmodal.matcher import Matcher
 from crossmodal.tokenizer import Tokenizer
 from zoo.diagnostics.capture import capture_attention
 from zoo.layers.check import integer
 from zoo.layers.linear import Linformer
+from zoo.surgery import evaluating
 
 
 class WordMaps(NamedTuple):

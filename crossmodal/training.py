@@ -5,7 +5,7 @@ Shapes: b batch, n tokens, c y x channels, rows and columns of an image.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -165,6 +165,7 @@ class PairTask:
     def __init__(self, model: Any, data: PairDataset, options: PairOptions, seed: int) -> None:
         self.preprocessing, self.tokenizer = model.card.preprocessing, model.make_tokenizer()
         self.data = data
+        self._made: dict[tuple[str, int], tuple[Pairs, Any]] = {}
         self.train = make_pair_source(
             data.train,
             self.preprocessing,
@@ -176,13 +177,28 @@ class PairTask:
 
     def pairs(self, pairs: Pairs) -> PairSource:
         """Images, each with its first caption, in order."""
-        return make_pair_source(
-            pairs, self.preprocessing, self.tokenizer, train=False, length=self._length(pairs)
+        return self._once(
+            pairs,
+            "pairs",
+            lambda length: make_pair_source(
+                pairs, self.preprocessing, self.tokenizer, train=False, length=length
+            ),
         )
 
     def captions(self, pairs: Pairs) -> CaptionSource:
         """All captions, image by image; the rows of all batches have one length."""
-        return make_caption_source(pairs, self.tokenizer, length=self._length(pairs))
+        return self._once(
+            pairs,
+            "captions",
+            lambda length: make_caption_source(pairs, self.tokenizer, length=length),
+        )
+
+    def _once(self, pairs: Pairs, kind: str, make: Callable[[int], Any]) -> Any:
+        """A source, made when first asked for; its pairs are kept so that their id stays theirs."""
+        key = (kind, id(pairs))
+        if key not in self._made:
+            self._made[key] = (pairs, make(self._length(pairs)))
+        return self._made[key][1]
 
     def _length(self, pairs: Pairs) -> int:
         longest = int(max(self.tokenizer.lengths(pairs.texts()[0])))
