@@ -16,7 +16,17 @@ PACKAGES = ["zoo", "vision", "crossmodal", "recipes"]  # each may import those b
 FLOORS = [
     {"rng", "layers", "card"},
     {
-        *("registry", "weights", "sources", "merge", "preprocess", "diagnostics", "surgery"),
+        *(
+            "registry",
+            "weights",
+            "sources",
+            "files",
+            "layouts",
+            "merge",
+            "preprocess",
+            "diagnostics",
+            "surgery",
+        ),
         *("hosts", "hosts_open_clip"),
     },
     {"engine"},

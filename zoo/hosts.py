@@ -289,7 +289,7 @@ def read_timm(name: str) -> Source:
         model = create_model(name, pretrained=True)
     except Exception as error:
         raise WeightsError(f"timm:{name} cannot be had: {type(error).__name__}: {error}") from error
-    return _source(f"timm:{name}", model.state_dict(), host)
+    return _source(f"timm:{name}", model.state_dict(), host, model)
 
 
 def read_torchvision(name: str) -> Source:
@@ -304,5 +304,8 @@ def read_torchvision(name: str) -> Source:
     return _source(f"torchvision:{name}", tensors, host)
 
 
-def _source(name: str, tensors: dict[str, torch.Tensor], host: Host) -> Source:
-    return Source(name, dict(tensors), ModelCard(None, {}, host.preprocessing, source=name))
+def _source(
+    name: str, tensors: dict[str, torch.Tensor], host: Host, network: nn.Module | None = None
+) -> Source:
+    card = ModelCard(None, {}, host.preprocessing, source=name)
+    return Source(name, dict(tensors), card, network=network)

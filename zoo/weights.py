@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from zoo.card import ModelCard, plain
+from zoo.layouts import find_layout
 from zoo.merge import LoadReport, Merge, describe, head_keys, position_grids
 from zoo.sources import (
     CARD_FILE,
@@ -230,6 +231,9 @@ def apply_source(
         allowed: Options in which the model may differ from the source on purpose.
     """
     model = unwrap(model)
+    layout = find_layout(source, model)
+    if layout is not None:
+        source = layout.translate(source, model)
     if strict:
         _check_options(model, source, set(allowed))
     merge = Merge(model, source)
