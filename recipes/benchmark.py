@@ -5,9 +5,10 @@ Command:
     python recipes/benchmark.py --suite input --data folder:PATH --model vit_micro_patch4_32
     python recipes/benchmark.py --suite attention --out attention.json
     python recipes/benchmark.py --suite crossmodal --shape ViT-B-32
+    python recipes/benchmark.py --suite loading --model vit_base_patch16_224
 
-vit, input and crossmodal take a minute or two each on 2 CPU cores, attention far longer, most of it
-for full attention at 32,768 tokens; the figures are in the README.
+vit, input, crossmodal and loading take a minute or two each on 2 CPU cores, attention far longer,
+most of it for full attention at 32,768 tokens; the figures are in the README.
 
 A ratio is a candidate's median time over ours: above 1, ours is faster. The input suite compares an
 epoch of training with a bare loop on tensors in memory. Peers that are not installed are left out.
@@ -50,11 +51,12 @@ from zoo.preprocess import normalize
 class Config:
     """Compares speed, in turn, in one process."""
 
-    suite: Literal["vit", "input", "attention", "crossmodal"] = "vit"
+    suite: Literal["vit", "input", "attention", "crossmodal", "loading"] = "vit"
     """vit: train step and inference against timm, torchvision and transformers. input: an epoch of
     training against a bare loop of forward, backward and step. attention: time and peak memory of
     every kind over lengths n, against SDPA and the packages that are installed. crossmodal: train
-    step of a dual encoder against open_clip's, and writing captions with a cache and without."""
+    step of a dual encoder against open_clip's, and writing captions with a cache and without.
+    loading: saved weights into a model, against safetensors' own loader."""
     model: str = "vit_tiny_patch16_224"
     """Name of the model."""
     data: str = "digits"
@@ -85,7 +87,7 @@ def main(config: Config) -> dict[str, Any]:
     keep_memory()
     suites = {
         "vit": vit_suite, "input": input_suite, "attention": attention_suite,
-        "crossmodal": crossmodal_suite,
+        "crossmodal": crossmodal_suite, "loading": loading_suite,
     }  # fmt: skip
     found = suites[config.suite](config)
     from accelerate import Accelerator
@@ -415,6 +417,29 @@ def writing_rows(config: Config) -> list[dict[str, Any]]:
         {"zoo": write(True), "zoo, no cache": write(False)}, config.repeats, config.device
     )
     return [row("write", name, times, tokens=written) for name in times]
+
+
+def loading_suite(config: Config) -> dict[str, Any]:
+    """Weights from disk into a model that exists, the file being in the system's cache.
+
+    A folder's file is also read for its sha256, which safetensors does not do.
+    """
+    from safetensors.torch import load_model
+
+    model = zoo.create_model(config.model).to(config.device)
+    with tempfile.TemporaryDirectory() as folder:
+        saved = zoo.save_pretrained(model, f"{folder}/model")
+        file = saved / "model.safetensors"
+        loads: dict[str, Callable[[], object]] = {
+            "zoo": lambda: zoo.load_pretrained(model, f"file:{file}"),
+            "zoo, local-dir": lambda: zoo.load_pretrained(model, f"local-dir:{saved}"),
+            "safetensors": lambda: load_model(model, file, device=config.device),
+        }
+        times = in_turn(loads, config.repeats, config.device)
+        size = file.stat().st_size
+    rows = [row("load", name, times, bytes=size) for name in times]
+    show(f"{config.model}, {size / 1e6:.0f} MB, {config.device}", rows)
+    return {"rows": rows}
 
 
 def show(title: str, rows: list[dict[str, Any]]) -> None:

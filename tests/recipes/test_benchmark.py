@@ -23,7 +23,12 @@ def run(*flags: object, **environ: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    ("suite", "names"), [("vit", {"zoo", "torchvision"}), ("input", {"zoo", "bare loop"})]
+    ("suite", "names"),
+    [
+        ("vit", {"zoo", "torchvision"}),
+        ("input", {"zoo", "bare loop"}),
+        ("loading", {"zoo", "zoo, local-dir", "safetensors"}),
+    ],
 )
 def test_the_benchmark_gives_ratios_with_intervals(tmp_path, suite, names):
     """That it runs and reports; the figures themselves are no test."""
