@@ -1,5 +1,7 @@
 """Visual towers of open_clip as models of the zoo: `open_clip:ARCH`, weights `open_clip:ARCH/TAG`.
 
+Weights are those of a whole model, text included; a layout takes the visual tower's out of them.
+
 Shapes: b batch, n tokens (the class token first, then the grid row by row), d width, p width of an
 embedding in the space of images and texts, c y x channels, rows and columns.
 """
@@ -7,14 +9,14 @@ embedding in the space of images and texts, c y x channels, rows and columns.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from zoo.card import ModelCard, Preprocessing
+from zoo.card import ModelCard, Preprocessing, plain
 from zoo.hosts import Host, change_stem, unknown_name, with_card
+from zoo.layouts import Layout, register_layout
 from zoo.sources import Source, WeightsError
 
 _CROP_MODES = {"shortest": "center", "squash": "squash", "longest": "border"}
@@ -116,10 +118,15 @@ class OpenClipVisual(nn.Module):
         if not self.is_timm:
             side = self.visual.image_size // _RESNET_STRIDE
             return {"visual.attnpool.positional_embedding": (side, side)}
-        trunk = self.visual.trunk
-        grid = getattr(getattr(trunk, "patch_embed", None), "grid_size", None)
-        has_positions = isinstance(getattr(trunk, "pos_embed", None), nn.Parameter)
-        return {"visual.trunk.pos_embed": tuple(grid)} if grid and has_positions else {}
+        grids = trunk_grids(self.visual.trunk)
+        return {f"visual.trunk.{name}": grid for name, grid in grids.items()}
+
+
+def trunk_grids(network: Any) -> dict[str, tuple[int, int]]:
+    """The grid of a timm network's learned position embedding, if it has one."""
+    grid = getattr(getattr(network, "patch_embed", None), "grid_size", None)
+    has_positions = isinstance(getattr(network, "pos_embed", None), nn.Parameter)
+    return {"pos_embed": tuple(grid)} if grid and has_positions else {}
 
 
 def find_open_clip(arch: str) -> Host:
@@ -150,16 +157,16 @@ def find_open_clip(arch: str) -> Host:
         visual = _build_vision_tower(width, vision, gelu)
         if img_size is not None and hasattr(visual, "set_input_size"):
             visual.set_input_size(vision["image_size"])
-        if vision.get("timm_model_name") and vision.get("timm_proj") == "none":
-            width = visual.trunk.num_features  # open_clip has no projection here
-        model = OpenClipVisual(visual, width, num_classes)
+        projected = not vision.get("timm_model_name") or vision.get("timm_proj") != "none"
+        features = width if projected else visual.trunk.num_features
+        model = OpenClipVisual(visual, features, num_classes)
         _set_channels(arch, model, in_chans)
         sizes = {"num_classes": num_classes, "in_chans": in_chans, "img_size": img_size}
-        own = {"embed_dim": embed_dim, "quick_gelu": quick_gelu}
-        return with_card(model, {**options, **own, **sizes})
+        told = {"embed_dim": width, "vision_cfg": vision, "quick_gelu": gelu}
+        return with_card(model, {**tower_options(told), **sizes})
 
     size = config["vision_cfg"].get("image_size", 224)
-    return Host(build, _preprocessing(size, _any_weights(arch)), f"open_clip:{arch}")
+    return Host(build, open_clip_preprocessing(size, _any_weights(arch)), f"open_clip:{arch}")
 
 
 def open_clip_config(arch: str) -> dict[str, Any]:
@@ -209,7 +216,7 @@ def _set_channels(arch: str, model: OpenClipVisual, in_chans: int) -> None:
     change_stem(model, in_chans)
 
 
-def _preprocessing(size: int | tuple[int, int] | list[int], config: Any) -> Preprocessing:
+def open_clip_preprocessing(size: int | tuple[int, int] | list[int], config: Any) -> Preprocessing:
     """Of a table of open_clip's; its defaults, OpenAI's, where that says nothing."""
     from open_clip import OPENAI_DATASET_MEAN, OPENAI_DATASET_STD
 
@@ -283,12 +290,47 @@ def _known_tag(arch: str, tag: str) -> str:
 
 
 def read_open_clip(name: str) -> Source:
-    """The trained weights of a visual tower: `ARCH/TAG`, from open_clip's hub or cache."""
+    """Trained weights `ARCH/TAG` of a whole model, from open_clip's hub or cache."""
     model, config = load_open_clip(name)
-    visual = model.visual
-    grids = OpenClipVisual(visual, 1).position_grids()
-    tensors: dict[str, torch.Tensor] = {f"visual.{k}": v for k, v in visual.state_dict().items()}
-    size = getattr(visual, "image_size", 224)
-    source = f"open_clip:{name}"
-    card = ModelCard(None, {}, _preprocessing(size, config), source=source)
-    return Source(source, tensors, card, grids)
+    source, arch = f"open_clip:{name}", open_clip_config(name.partition("/")[0])
+    size = getattr(model.visual, "image_size", 224)
+    options = {"quick_gelu": arch.get("quick_gelu", False)}
+    card = ModelCard(None, options, open_clip_preprocessing(size, config), source=source)
+    grids = OpenClipVisual(model.visual, 1).position_grids()
+    return Source(source, dict(model.state_dict()), card, grids, model)
+
+
+def tower_options(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Every option of the visual tower that a table of open_clip's describes, defaults included."""
+    from open_clip.model import CLIPVisionCfg
+
+    vision = config["vision_cfg"]
+    options = {
+        field.name: vision.get(field.name, field.default)
+        for field in fields(CLIPVisionCfg)
+        if field.name not in _NOT_OPTIONS
+    }
+    own = {"embed_dim": config["embed_dim"], "quick_gelu": bool(config.get("quick_gelu"))}
+    return plain({**options, **own}, "options")
+
+
+def _is_whole(source: Source) -> bool:
+    return "logit_scale" in source.tensors
+
+
+def _visual_part(source: Source, model: Any) -> Source:
+    visual = {key: value for key, value in source.tensors.items() if key.startswith("visual.")}
+    card = source.card or ModelCard(None, {}, model.card.preprocessing, source=source.name)
+    left_out = [f"{len(source.tensors) - len(visual)} tensors of the text part"]
+    card = replace(card, extra={**card.extra, "left_out": left_out})
+    return replace(source, tensors=visual, card=card)
+
+
+register_layout(
+    Layout(
+        "open_clip's model of images and texts",
+        fits=lambda model: isinstance(model, OpenClipVisual),
+        recognises=_is_whole,
+        translate=_visual_part,
+    )
+)

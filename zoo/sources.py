@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from zoo.card import CardError, ModelCard
+from zoo.card import ModelCard
 
 TENSORS_FILE = "model.safetensors"
 CARD_FILE = "model.json"
@@ -31,7 +31,8 @@ class Source:
         tensors: By the names that the source gives them.
         card: Options, preprocessing and class names, as far as they are known.
         position_grids: Rows and columns of learned position embeddings.
-        network: The other library's network that holds the tensors, whose settings can be compared.
+        network: The other library's network that the tensors belong to, whose settings can be
+            compared; perhaps on the meta device.
         config: What another library's folder says of the model, from its config.json.
     """
 
@@ -44,75 +45,51 @@ class Source:
 
 
 def read_source(source: str) -> Source:
-    """Reads `file:`, `local-dir:PATH`, `timm:`, `torchvision:NAME` or `open_clip:ARCH/TAG`."""
+    """Reads what `source` names.
+
+    - `file:PATH`, `local-dir:PATH`
+    - `hf-hub:OWNER/REPO[@REV]`, `url:ADDRESS#sha256=HEX`
+    - `timm:NAME[.TAG]`, `torchvision:NAME[.WEIGHTS]`, `open_clip:ARCH/TAG`
+
+    Raises:
+        WeightsError: there is no such source, or it cannot be read.
+    """
     prefix, colon, rest = source.partition(":")
     if not colon or prefix not in SOURCES:
-        known = (
-            "file:PATH, local-dir:PATH, timm:NAME[.TAG], torchvision:NAME[.WEIGHTS], "
-            "open_clip:ARCH/TAG"
-        )
         hint = ""
         if Path(source).expanduser().exists():
             kind = "local-dir" if Path(source).expanduser().is_dir() else "file"
             hint = f"; did you mean {kind}:{source}?"
-        raise WeightsError(f"unknown source {source!r}; available: {known}{hint}")
+        elif prefix in ("http", "https"):
+            hint = f"; did you mean url:{source}?"
+        raise WeightsError(f"unknown source {source!r}; available: {', '.join(_FORMS)}{hint}")
     if not rest:
         raise WeightsError(f"source {source!r} lacks a path or a name after the colon")
     return SOURCES[prefix](rest)
-
-
-def _read_local_dir(path: str) -> Source:
-    from zoo.files import read_safetensors
-
-    folder = Path(path).expanduser()
-    data = _read_json(folder)
-    position_grids = data.pop("position_grids", {})
-    stored = data.pop("tensors", None)
-    data.pop("versions", None)
-    try:
-        card = ModelCard.from_dict(data)
-        grids = {key: (int(y), int(x)) for key, (y, x) in position_grids.items()}
-        file, sha256 = stored["file"], stored["sha256"]
-    except CardError as error:
-        raise WeightsError(f"{folder / CARD_FILE}: {error}") from error
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
-        raise WeightsError(
-            f"{folder / CARD_FILE}: position_grids or tensors is not as save_pretrained writes it"
-        ) from error
-    tensors_file = folder / Path(file).name
-    if not tensors_file.is_file():
-        raise WeightsError(f"{tensors_file} is missing, which {folder / CARD_FILE} speaks of")
-    if sha256_of(tensors_file) != sha256:
-        raise WeightsError(
-            f"{tensors_file} was cut short or changed after it was saved: its sha256 is not the "
-            f"one in {folder / CARD_FILE}"
-        )
-    return Source(f"local-dir:{path}", read_safetensors(tensors_file), card, grids)
-
-
-def _read_json(folder: Path) -> dict[str, Any]:
-    path = folder / CARD_FILE
-    if not path.is_file():
-        if not folder.is_dir():
-            raise WeightsError(f"there is no folder {folder}")
-        there = sorted(item.name for item in folder.iterdir())
-        raise WeightsError(f"{path} is missing; the folder holds: {listed(there) or 'nothing'}")
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise WeightsError(f"{path} is not valid JSON (cut short?): {error}") from error
-    if not isinstance(data, dict):
-        raise WeightsError(f"{path} must hold a table, not a {type(data).__name__}")
-    version = data.pop("format", None)
-    if version != FORMAT:
-        raise WeightsError(f"{path} has format {version!r}; this version reads format {FORMAT}")
-    return data
 
 
 def _read_file(path: str) -> Source:
     from zoo.files import read_file
 
     return read_file(path)
+
+
+def _read_local_dir(path: str) -> Source:
+    from zoo.folders import read_folder
+
+    return read_folder(Path(path).expanduser(), f"local-dir:{path}")
+
+
+def _read_hub(name: str) -> Source:
+    from zoo.downloads import read_hub
+
+    return read_hub(name)
+
+
+def _read_url(url: str) -> Source:
+    from zoo.downloads import read_url
+
+    return read_url(url)
 
 
 def _read_timm(name: str) -> Source:
@@ -136,10 +113,41 @@ def _read_open_clip(name: str) -> Source:
 SOURCES: dict[str, Callable[[str], Source]] = {
     "file": _read_file,
     "local-dir": _read_local_dir,
+    "hf-hub": _read_hub,
+    "url": _read_url,
     "timm": _read_timm,
     "torchvision": _read_torchvision,
     "open_clip": _read_open_clip,
 }
+_FORMS = (
+    "file:PATH",
+    "local-dir:PATH",
+    "timm:NAME[.TAG]",
+    "torchvision:NAME[.WEIGHTS]",
+    "open_clip:ARCH/TAG",
+    "hf-hub:OWNER/REPO[@REV]",
+    "url:ADDRESS#sha256=HEX",
+)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A table of JSON; one that names a key twice is refused, as it says two things."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_table)
+    except (ValueError, RecursionError) as error:
+        raise WeightsError(f"{path} is not valid JSON (cut short?): {error}") from error
+    if not isinstance(data, dict):
+        raise WeightsError(f"{path} must hold a table, not a {type(data).__name__}")
+    return data
+
+
+def _table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"key {twice!r} is there twice")
+    return table
 
 
 def sha256_of(path: Path) -> str:
