@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from crossmodal.encoded import Encoded
 from crossmodal.tokenizer import Tokenizer, create_tokenizer
 from vision.checks import check_choice
-from vision.vit import ACTIVATIONS as VISION_ACTIVATIONS
+from vision.vit import ACTIVATIONS
 from zoo.card import ModelCard
 from zoo.layers import (
     AttentionPool,
@@ -40,17 +40,6 @@ from zoo.registry import records_options, register_model
 
 POOLS = ("last", "mean", "attention")
 POSITIONS = ("learned", "sincos", "rope", "relative", "none")
-
-
-class QuickGelu(nn.Module):
-    """x sigmoid(1.702 x): OpenAI's weights of CLIP (arXiv 2103.00020) were trained with it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(... d) -> (... d)"""
-        return x * torch.sigmoid(1.702 * x)
-
-
-ACTIVATIONS: dict[str, Any] = {**VISION_ACTIVATIONS, "quick_gelu": QuickGelu}
 
 
 class TextTower(nn.Module):

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vision.checks import check_choice, pair, take_indices
-from zoo.card import ModelCard, Preprocessing
+from zoo.card import ModelCard
 from zoo.layers import (
     AttentionPool,
     Block,
@@ -32,11 +32,25 @@ from zoo.layers import (
 )
 from zoo.layers.factory import geometry
 from zoo.layers.multihead import head_width
-from zoo.registry import records_options, register_model
+from zoo.registry import records_options
 
 POOLS = ("token", "avg", "map", "")
 POSITIONS = ("learned", "sincos", "none", "relative", "rope", "prior")
-ACTIVATIONS: dict[str, Any] = {"gelu": nn.GELU, "gelu_tanh": partial(nn.GELU, approximate="tanh")}
+
+
+class QuickGelu(nn.Module):
+    """x sigmoid(1.702 x): OpenAI's weights of CLIP (arXiv 2103.00020) were trained with it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(... d) -> (... d)"""
+        return x * torch.sigmoid(1.702 * x)
+
+
+ACTIVATIONS: dict[str, Any] = {
+    "gelu": nn.GELU,
+    "gelu_tanh": partial(nn.GELU, approximate="tanh"),
+    "quick_gelu": QuickGelu,
+}
 
 
 class PatchEmbed(nn.Module):
@@ -187,32 +201,37 @@ class VisionTransformer(nn.Module):
         self.reg_token = nn.Parameter(torch.empty(1, reg_tokens, embed_dim)) if reg_tokens else None
         self._add_positions(position)
         self.norm_pre = norm_layer(embed_dim) if pre_norm else nn.Identity()
+        make_attention = partial(
+            create_attention,
+            attention,
+            embed_dim,
+            num_heads,
+            head_dim=head_dim,
+            qk_norm=qk_norm,
+            attn_drop=attn_drop_rate,
+            proj_drop=proj_drop_rate,
+            norm_layer=norm_layer,
+            **({} if temperature == 1.0 else {"temperature": temperature}),
+        )
+        make_block = partial(
+            Block,
+            embed_dim,
+            num_heads,
+            mlp_ratio=mlp_ratio,
+            init_values=init_values,
+            proj_drop=proj_drop_rate,
+            norm_layer=norm_layer,
+            act_layer=ACTIVATIONS[act],
+        )
+        width = head_width(embed_dim, num_heads, head_dim)
         self.blocks = nn.Sequential(
             *(
-                Block(
-                    embed_dim,
-                    num_heads,
-                    mlp_ratio=mlp_ratio,
-                    init_values=init_values,
+                make_block(
                     drop_path=drop_path_rate * layer / max(1, depth - 1),
-                    proj_drop=proj_drop_rate,
-                    attn=create_attention(
-                        attention,
-                        embed_dim,
-                        num_heads,
-                        head_dim=head_dim,
-                        qk_norm=qk_norm,
-                        attn_drop=attn_drop_rate,
-                        proj_drop=proj_drop_rate,
-                        norm_layer=norm_layer,
-                        **({} if temperature == 1.0 else {"temperature": temperature}),
+                    attn=make_attention(
                         **self._attention_options(attention, attention_options, layer),
-                        **self._position_option(
-                            position, num_heads, head_width(embed_dim, num_heads, head_dim)
-                        ),
+                        **self._position_option(position, num_heads, width),
                     ),
-                    norm_layer=norm_layer,
-                    act_layer=ACTIVATIONS[act],
                 )
                 for layer in range(depth)
             )
@@ -475,196 +494,3 @@ def _check_pool(global_pool: str, class_token: bool) -> None:
     check_choice("global_pool", global_pool, POOLS)
     if global_pool == "token" and not class_token:
         raise ValueError("global_pool 'token' needs class_token=True; or take 'avg' or 'map'")
-
-
-# --- variants --------------------------------------------------------------------------------
-
-_SIZES: dict[str, dict[str, Any]] = {
-    "micro": {
-        "embed_dim": 64,
-        "depth": 4,
-        "num_heads": 4,
-        "mlp_ratio": 2.0,
-        "class_token": False,
-        "global_pool": "avg",
-        "num_classes": 10,
-    },
-    "tiny": {"embed_dim": 192, "depth": 12, "num_heads": 3},
-    "small": {"embed_dim": 384, "depth": 12, "num_heads": 6},
-    "base": {"embed_dim": 768, "depth": 12, "num_heads": 12},
-    "large": {"embed_dim": 1024, "depth": 24, "num_heads": 16},
-}
-_DINOV2: dict[str, Any] = {"patch_size": 14, "img_size": 518, "num_classes": 0, "init_values": 1e-5}
-_REG4: dict[str, Any] = {**_DINOV2, "reg_tokens": 4, "no_embed_class": True}
-_SIGLIP: dict[str, Any] = {"num_classes": 0, "class_token": False, "global_pool": "map"}
-
-# timm's for the names it has too: the weights expect them.
-_AUGREG = Preprocessing((224, 224), crop_pct=0.9)
-_AUGREG_384 = Preprocessing((384, 384))
-_IMAGENET = Preprocessing((518, 518), (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-
-
-def _vit(size: str, options: dict[str, Any], **variant: Any) -> VisionTransformer:
-    return VisionTransformer(**{**_SIZES[size], **variant, **options})
-
-
-@register_model(preprocessing=Preprocessing((8, 8)))
-def vit_micro_patch2_8(**options: Any) -> VisionTransformer:
-    """For 8x8 images: 16 patches."""
-    return _vit("micro", options, patch_size=2, img_size=8)
-
-
-@register_model(preprocessing=Preprocessing((32, 32)))
-def vit_micro_patch4_32(**options: Any) -> VisionTransformer:
-    """For 32x32 images: 64 patches."""
-    return _vit("micro", options, patch_size=4, img_size=32)
-
-
-@register_model(preprocessing=_AUGREG)
-def vit_tiny_patch14_224(**options: Any) -> VisionTransformer:
-    """ViT-Ti/14 at 224."""
-    return _vit("tiny", options, patch_size=14)
-
-
-@register_model(preprocessing=_AUGREG)
-def vit_tiny_patch16_224(**options: Any) -> VisionTransformer:
-    """ViT-Ti/16 at 224."""
-    return _vit("tiny", options, patch_size=16)
-
-
-@register_model(preprocessing=_AUGREG)
-def vit_tiny_patch32_224(**options: Any) -> VisionTransformer:
-    """ViT-Ti/32 at 224."""
-    return _vit("tiny", options, patch_size=32)
-
-
-@register_model(preprocessing=_AUGREG)
-def vit_small_patch14_224(**options: Any) -> VisionTransformer:
-    """ViT-S/14 at 224."""
-    return _vit("small", options, patch_size=14)
-
-
-@register_model(preprocessing=_AUGREG)
-def vit_small_patch16_224(**options: Any) -> VisionTransformer:
-    """ViT-S/16 at 224."""
-    return _vit("small", options, patch_size=16)
-
-
-@register_model(preprocessing=_AUGREG)
-def vit_small_patch32_224(**options: Any) -> VisionTransformer:
-    """ViT-S/32 at 224."""
-    return _vit("small", options, patch_size=32)
-
-
-@register_model(preprocessing=_AUGREG)
-def vit_base_patch14_224(**options: Any) -> VisionTransformer:
-    """ViT-B/14 at 224."""
-    return _vit("base", options, patch_size=14)
-
-
-@register_model(preprocessing=_AUGREG)
-def vit_base_patch16_224(**options: Any) -> VisionTransformer:
-    """ViT-B/16 at 224."""
-    return _vit("base", options, patch_size=16)
-
-
-@register_model(preprocessing=_AUGREG)
-def vit_base_patch32_224(**options: Any) -> VisionTransformer:
-    """ViT-B/32 at 224."""
-    return _vit("base", options, patch_size=32)
-
-
-@register_model(preprocessing=_AUGREG)
-def vit_large_patch14_224(**options: Any) -> VisionTransformer:
-    """ViT-L/14 at 224."""
-    return _vit("large", options, patch_size=14)
-
-
-@register_model(preprocessing=_AUGREG)
-def vit_large_patch16_224(**options: Any) -> VisionTransformer:
-    """ViT-L/16 at 224."""
-    return _vit("large", options, patch_size=16)
-
-
-@register_model(preprocessing=_AUGREG)
-def vit_large_patch32_224(**options: Any) -> VisionTransformer:
-    """ViT-L/32 at 224; no classifier by default, as in timm, which has no weights for it."""
-    return _vit("large", options, patch_size=32, num_classes=0)
-
-
-@register_model(preprocessing=_AUGREG_384)
-def vit_tiny_patch16_384(**options: Any) -> VisionTransformer:
-    """ViT-Ti/16 at 384."""
-    return _vit("tiny", options, patch_size=16, img_size=384)
-
-
-@register_model(preprocessing=_AUGREG_384)
-def vit_small_patch16_384(**options: Any) -> VisionTransformer:
-    """ViT-S/16 at 384."""
-    return _vit("small", options, patch_size=16, img_size=384)
-
-
-@register_model(preprocessing=_AUGREG_384)
-def vit_base_patch16_384(**options: Any) -> VisionTransformer:
-    """ViT-B/16 at 384."""
-    return _vit("base", options, patch_size=16, img_size=384)
-
-
-@register_model(preprocessing=_AUGREG_384)
-def vit_base_patch32_384(**options: Any) -> VisionTransformer:
-    """ViT-B/32 at 384."""
-    return _vit("base", options, patch_size=32, img_size=384)
-
-
-@register_model(preprocessing=_AUGREG_384)
-def vit_large_patch16_384(**options: Any) -> VisionTransformer:
-    """ViT-L/16 at 384."""
-    return _vit("large", options, patch_size=16, img_size=384)
-
-
-@register_model(preprocessing=_IMAGENET)
-def vit_small_patch14_dinov2(**options: Any) -> VisionTransformer:
-    """ViT-S/14 of DINOv2 (arXiv 2304.07193)."""
-    return _vit("small", options, **_DINOV2)
-
-
-@register_model(preprocessing=_IMAGENET)
-def vit_base_patch14_dinov2(**options: Any) -> VisionTransformer:
-    """ViT-B/14 of DINOv2 (arXiv 2304.07193)."""
-    return _vit("base", options, **_DINOV2)
-
-
-@register_model(preprocessing=_IMAGENET)
-def vit_large_patch14_dinov2(**options: Any) -> VisionTransformer:
-    """ViT-L/14 of DINOv2 (arXiv 2304.07193)."""
-    return _vit("large", options, **_DINOV2)
-
-
-@register_model(preprocessing=_IMAGENET)
-def vit_small_patch14_reg4_dinov2(**options: Any) -> VisionTransformer:
-    """ViT-S/14 of DINOv2 with registers (arXiv 2309.16588)."""
-    return _vit("small", options, **_REG4)
-
-
-@register_model(preprocessing=_IMAGENET)
-def vit_base_patch14_reg4_dinov2(**options: Any) -> VisionTransformer:
-    """ViT-B/14 of DINOv2 with registers (arXiv 2309.16588)."""
-    return _vit("base", options, **_REG4)
-
-
-@register_model(preprocessing=_IMAGENET)
-def vit_large_patch14_reg4_dinov2(**options: Any) -> VisionTransformer:
-    """ViT-L/14 of DINOv2 with registers (arXiv 2309.16588)."""
-    return _vit("large", options, **_REG4)
-
-
-@register_model(preprocessing=_AUGREG)
-def vit_base_patch16_siglip_224(**options: Any) -> VisionTransformer:
-    """ViT-B/16 of SigLIP (arXiv 2303.15343)."""
-    return _vit("base", options, **_SIGLIP)
-
-
-@register_model(preprocessing=_AUGREG)
-def vit_large_patch16_siglip_224(**options: Any) -> VisionTransformer:
-    """ViT-L/16 of SigLIP (arXiv 2303.15343)."""
-    return _vit("large", options, **_SIGLIP)

@@ -414,3 +414,21 @@ def test_checkpointed_gradients_are_the_same(attention):
 def test_attention_options_of_the_model_itself(name: str, instead: str) -> None:
     with pytest.raises(TypeError, match=f"has '{name}', which the model sets.*{instead}"):
         zoo.create_model("vit_micro_patch2_8", attention_options={name: 2})
+
+
+def test_the_activation_is_saved_with_the_weights(tmp_path: Any) -> None:
+    """CLIP's two variants have the same tensors and compute other values."""
+    sizes: dict[str, Any] = {**TINY, "num_classes": 5}
+    quick = zoo.create_model("vit_base_patch32_clip_quickgelu_224", **sizes).eval()
+    with torch.no_grad():
+        for parameter in quick.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    zoo.save_pretrained(quick, tmp_path / "m")
+    again = zoo.create_model(f"local-dir:{tmp_path / 'm'}").eval()
+    x = torch.randn(2, 3, 8, 8)
+    assert torch.equal(again(x), quick(x))
+    plain = zoo.create_model("vit_base_patch32_clip_224", **sizes).eval()
+    with pytest.raises(zoo.weights.WeightsError, match="act: 'quick_gelu' there, 'gelu' here"):
+        zoo.load_pretrained(plain, f"local-dir:{tmp_path / 'm'}")
+    plain.load_state_dict(quick.state_dict())
+    assert (plain(x) - quick(x)).abs().max() > 1e-3
