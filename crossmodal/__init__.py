@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from crossmodal import text_layouts as text_layouts  # registers layouts
 from crossmodal.captioner import Captioner, caption_loss
 from crossmodal.dual import DualEncoder
 from crossmodal.encoded import Encoded

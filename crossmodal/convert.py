@@ -1,7 +1,8 @@
 """open_clip's state dicts under our names: its text tower, attentional pooler and blocks.
 
 Pure functions from one dict of tensors to another, which then loads strictly. A tensor that has no
-place with us is an error that names it, never left out in silence.
+place with us is an error that names it, never left out in silence. `crossmodal.text_layouts` makes
+sources of `zoo.load_pretrained` of them.
 
 Shapes: d width, p width of the space that text and images share.
 """
@@ -55,6 +56,23 @@ def convert_text_tower(state_dict: StateDict) -> dict[str, Tensor]:
     for index, block in layers.items():
         ours |= {f"blocks.{index}.{name}": value for name, value in convert_block(block).items()}
     return ours
+
+
+def revert_text_tower(state_dict: StateDict) -> dict[str, Tensor]:
+    """For open_clip's `TextTransformer`, from `TextTower` with learned positions and no head."""
+    _require(state_dict, "token_embed.weight", "pos_embed")
+    layer = re.compile(r"blocks\.(\d+)\.(.+)")
+    blocks = {ours: theirs for theirs, ours in BLOCK.items()}
+    rest, theirs = {}, {}
+    for name, tensor in state_dict.items():
+        if match := layer.fullmatch(name):
+            ((inner, _),) = _renamed({match[2]: tensor}, blocks, "open_clip's block").items()
+            theirs[f"transformer.resblocks.{match[1]}.{inner}"] = tensor
+        else:
+            rest[name] = tensor
+    tower = {ours: theirs for theirs, ours in TOWER.items()}
+    theirs |= _renamed(rest, tower, "open_clip's text tower")
+    return theirs | {"positional_embedding": theirs["positional_embedding"][0]}
 
 
 def convert_text_projection(state_dict: StateDict) -> dict[str, Tensor]:

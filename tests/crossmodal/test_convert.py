@@ -5,21 +5,32 @@ from __future__ import annotations
 import open_clip
 import pytest
 import torch
+import transformers
 from open_clip import transformer as theirs
+from open_clip.model import resize_text_pos_embed
 from torch import nn
 
+import zoo
 from crossmodal.convert import (
     convert_block,
     convert_coca_block,
     convert_pooler,
     convert_text_projection,
     convert_text_tower,
+    revert_text_tower,
 )
 from crossmodal.fusion import CrossBlock
 from crossmodal.pool import TokenPool
 from crossmodal.text import TextTower
+from crossmodal.text_layouts import (
+    convert_transformers_text,
+    resample_positions,
+    revert_transformers_text,
+)
 from zoo import capture_attention
 from zoo.layers import Block, Mask
+from zoo.sources import Source, WeightsError
+from zoo.weights import apply_source
 
 B, N, M, D, C, H = 3, 6, 9, 32, 20, 4
 CAPTIONS = ["a dog", "two red houses by the sea", ""]
@@ -208,3 +219,204 @@ def test_parts_without_a_place(options, name):
     state = theirs.TextTransformer(**SMALL, **options).state_dict()
     with pytest.raises(ValueError, match=name):
         convert_text_tower(state)
+
+
+# --- as sources of load_pretrained -------------------------------------------------------------
+
+VISION = {"image_size": 32, "layers": 1, "width": 64, "patch_size": 16}
+TEXT = {"context_length": 77, "width": D, "heads": H, "layers": 2}
+LENGTH = 77
+
+
+def small_clip(quick_gelu=False, custom=False, **text):
+    torch.manual_seed(0)
+    kind = open_clip.CustomTextCLIP if custom else open_clip.CLIP
+    return shuffled(kind(12, VISION, {**TEXT, **text}, quick_gelu=quick_gelu))
+
+
+def small_tower(**options):
+    return zoo.create_model("text_micro", embed_dim=D, num_heads=H, **options).eval()
+
+
+def saved(model, folder):
+    torch.save(model.state_dict(), folder / "clip.pt")
+    return f"file:{folder / 'clip.pt'}"
+
+
+def pooled_and_projected(tower, model, length=LENGTH):
+    """What the tower pools, through open_clip's projection."""
+    ids, mask = tower.make_tokenizer()(CAPTIONS, length=length)
+    projection = convert_text_projection(model.state_dict())["weight"]
+    with torch.no_grad():
+        return tower(ids, mask).pooled @ projection.T, ids
+
+
+@pytest.mark.parametrize("custom", [False, True])
+@pytest.mark.parametrize("length", [77, 16, 100])
+def test_text_tower_of_a_whole_clip_at_any_length(custom, length, tmp_path):
+    """Positions of another number are those that open_clip itself would load."""
+    clip = small_clip(custom=custom)
+    ours = small_tower(context_length=length)
+    report = zoo.load_pretrained(ours, saved(clip, tmp_path))
+    assert report.matched_fraction == 1
+    assert not report.missing
+    assert not report.unexpected
+    left_out, beside = ours.card.extra["left_out"]
+    assert left_out == f"{len(clip.visual.state_dict())} tensors of the images' tower"
+    assert beside == "the projection behind the text tower"
+    theirs = small_clip(custom=custom, context_length=length)
+    state = clip.state_dict()
+    resize_text_pos_embed(state, theirs)
+    theirs.load_state_dict(state)
+    mine, ids = pooled_and_projected(ours, clip, length)
+    with torch.no_grad():
+        close(mine, theirs.encode_text(ids))
+    notes = ours.card.extra["notes"]
+    assert any("activation" in note for note in notes)
+    resampled = f"positions resampled linearly from 77 to {length} tokens"
+    assert (resampled in notes) == (length != 77)
+
+
+def test_network_tells_activation_and_heads(monkeypatch):
+    clip = small_clip(quick_gelu=True)
+    monkeypatch.setattr("zoo.hosts_open_clip.load_open_clip", lambda name, **options: (clip, {}))
+    source = "open_clip:ViT-B-32-quickgelu/openai"
+    with pytest.raises(WeightsError, match=r"act: 'quick_gelu' there, 'gelu' here"):
+        zoo.load_pretrained(small_tower(), source)
+    with pytest.raises(WeightsError, match=r"num_heads: 4 there, 8 here"):
+        zoo.load_pretrained(
+            zoo.create_model("text_micro", embed_dim=D, num_heads=8, act="quick_gelu"), source
+        )
+    ours = small_tower(act="quick_gelu")
+    before = ours.card.preprocessing
+    zoo.load_pretrained(ours, source)
+    mine, ids = pooled_and_projected(ours, clip)
+    with torch.no_grad():
+        close(mine, clip.encode_text(ids))
+    assert ours.card.preprocessing == before
+    assert "notes" not in ours.card.extra
+
+
+def test_config_of_a_folder_tells_the_same():
+    clip = small_clip(quick_gelu=True)
+    table = {"model_cfg": {"quick_gelu": True, "text_cfg": TEXT}}
+    source = Source("folder", clip.state_dict(), config=table)
+    with pytest.raises(WeightsError, match=r"act: 'quick_gelu' there, 'gelu' here"):
+        apply_source(small_tower(), source)
+    apply_source(small_tower(act="quick_gelu"), source)
+
+
+def test_text_tower_without_a_causal_rule():
+    torch.manual_seed(0)
+    tower = shuffled(theirs.TextTransformer(**SMALL, no_causal_mask=True, use_pad_mask=True))
+    source = Source("clip", tower.state_dict(), network=tower)
+    with pytest.raises(WeightsError, match=r"causal: False there, True here"):
+        apply_source(small_tower(), source)
+    ours = small_tower(causal=False)
+    apply_source(ours, source)
+    mine, ids = pooled_and_projected(ours, tower)
+    with torch.no_grad():
+        close(mine, tower(ids))
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ({"no_causal_mask": True}, "lets tokens see the padding"),
+        ({"pool_type": "last"}, "pools by 'last'"),
+        ({"pool_type": "first"}, "pools by 'first'"),
+        ({"embed_cls": True}, "TextTower has no place for cls_emb"),
+    ],
+)
+def test_other_text_towers_are_refused(text, why):
+    clip = small_clip(custom=True, **text)
+    with pytest.raises(WeightsError, match=why):
+        apply_source(small_tower(), Source("clip", clip.state_dict(), network=clip))
+
+
+def test_siglips_bias_is_refused_where_nothing_else_tells_it():
+    state = small_clip(custom=True, proj_bias=True).state_dict()
+    with pytest.raises(WeightsError, match=r"as those of SigLIP do.*text_tower"):
+        apply_source(small_tower(), Source("siglip", state))
+
+
+def test_another_depth_is_named():
+    clip = small_clip(layers=3)
+    with pytest.raises(WeightsError, match="depth: 3 there, 2 here"):
+        apply_source(small_tower(), Source("clip", clip.state_dict()))
+
+
+@pytest.mark.parametrize("options", [{}, {"qk_norm": True, "block_type": "custom"}])
+def test_text_tower_and_back(options):
+    tower = shuffled(theirs.TextTransformer(**SMALL, **options))
+    state = {k: v for k, v in tower.state_dict().items() if k != "text_projection"}
+    back = revert_text_tower(convert_text_tower(state))
+    assert back.keys() == state.keys()
+    assert all(torch.equal(back[name], state[name]) for name in state)
+
+
+def test_towers_that_open_clip_has_no_names_for():
+    bag = zoo.create_model("text_bag")
+    with pytest.raises(ValueError, match="no pos_embed"):
+        revert_text_tower(bag.state_dict())
+    pooling = small_tower(pool="attention")
+    with pytest.raises(ValueError, match="open_clip's text tower has no place for attn_pool"):
+        revert_text_tower(pooling.state_dict())
+
+
+def transformers_clip(**text):
+    config = transformers.CLIPTextConfig(
+        vocab_size=49408, hidden_size=D, intermediate_size=4 * D, num_hidden_layers=2,
+        num_attention_heads=H, eos_token_id=49407, bos_token_id=49406, pad_token_id=0, **text,
+    )  # fmt: skip
+    image = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32}
+    whole = transformers.CLIPConfig(text_config=config.to_dict(), vision_config=image)
+    return shuffled(transformers.CLIPModel(whole)), whole.to_dict()
+
+
+@pytest.mark.parametrize("act", ["quick_gelu", "gelu"])
+def test_transformers_text_tower(act):
+    torch.manual_seed(0)
+    clip, config = transformers_clip(hidden_act=act)
+    source = Source("folder", clip.state_dict(), config={"library": "transformers", **config})
+    ours = small_tower(act=act)
+    report = apply_source(ours, source)
+    assert not report.missing
+    assert not report.unexpected
+    ids, mask = ours.make_tokenizer()(CAPTIONS)
+    with torch.no_grad():
+        wanted = clip.text_model(input_ids=ids, attention_mask=mask.long())
+        encoded = ours(ids, mask)
+    close(encoded.tokens[mask], wanted.last_hidden_state[mask])
+    close(encoded.pooled[:2], wanted.pooler_output[:2])
+    other = small_tower(act="gelu" if act == "quick_gelu" else "quick_gelu")
+    with pytest.raises(WeightsError, match=f"act: '{act}' there"):
+        apply_source(other, source)
+
+
+def test_transformers_text_tower_and_back():
+    clip, _ = transformers_clip()
+    state = clip.text_model.state_dict()
+    ours = convert_transformers_text({f"text_model.{name}": state[name] for name in state})
+    back = revert_transformers_text(ours)
+    assert back.keys() == state.keys()
+    assert all(torch.equal(back[name], state[name]) for name in state)
+    clip.text_model.load_state_dict(back)
+
+
+def test_transformers_activation_that_we_lack():
+    clip, config = transformers_clip(hidden_act="relu")
+    source = Source("folder", clip.state_dict(), config=config)
+    with pytest.raises(WeightsError, match="'relu'; TextTower has gelu, gelu_tanh, quick_gelu"):
+        apply_source(small_tower(), source)
+
+
+@pytest.mark.parametrize("length", [4, 9, 20])
+def test_resampled_positions_are_open_clips(length):
+    positions = tokens_of(9, D)
+    wanted = {"positional_embedding": positions.clone()}
+    model = nn.Module()
+    model.positional_embedding = torch.zeros(length, D)
+    resize_text_pos_embed(wanted, model)
+    close(resample_positions(positions[None], length)[0], wanted["positional_embedding"])
+    assert resample_positions(positions[None].half(), length).dtype == torch.float16
