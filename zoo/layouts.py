@@ -8,14 +8,19 @@ them with the model's. Layouts are registered where the models are; a model may 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
 from zoo.sources import Source
 
 _layouts: list[Layout] = []
+
+# From what a library's folder says to one of our models: its name and options, or None.
+Architecture = Callable[[Mapping[str, Any]], tuple[str, dict[str, Any]] | None]
+_architectures: dict[str, list[Architecture]] = {}
 
 
 @dataclass(frozen=True)
@@ -50,3 +55,19 @@ def find_layout(source: Source, model: nn.Module) -> Layout | None:
 def layout_of(source: Source) -> Layout | None:
     """The layout that these weights have, whatever the model."""
     return next((x for x in _layouts if x.recognises(source)), None)
+
+
+def register_architecture(library: str, find: Architecture) -> None:
+    """Adds a function that finds the model of ours which a folder of `library` holds.
+
+    It gets `Source.config`: the folder's config.json, with "library" and perhaps "preprocessor".
+    """
+    known = _architectures.setdefault(library, [])
+    if find not in known:
+        known.append(find)
+
+
+def find_architecture(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
+    """Name and options of the model that a folder of another library holds, if one is known."""
+    candidates = (find(config) for find in _architectures.get(config.get("library", ""), ()))
+    return next((found for found in candidates if found is not None), None)

@@ -3,74 +3,57 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 
+import torch
 from torch import Tensor, nn
 
 from zoo.card import ModelCard
-from zoo.layers import Core, resample_grid, resample_prior, resample_table
-from zoo.sources import Source, listed
+from zoo.layers import Core, resample_grid, resample_table
+from zoo.report import LoadReport
+from zoo.sources import Source
 
-_PREFIXES = ("module.", "_orig_mod.")
-
-
-@dataclass(frozen=True)
-class LoadReport:
-    """What became of every tensor.
-
-    Attributes:
-        source: Where the weights came from.
-        loaded: Keys whose values were taken as they are.
-        resized: Position embeddings resampled to another grid, and from which to which.
-        adapted: Keys taken in a changed form (stem for other channels, classifier rows by class
-            name, a classifier left out), and how.
-        reinitialized: Keys of the model that keep their initial values for a known reason.
-        missing: Keys of the model that the source lacks, unexplained.
-        unexpected: Keys of the source that the model lacks, or that do not fit, unexplained.
-        matched_fraction: Part of the model's values that came from the source, those in
-            `reinitialized` left out.
-    """
-
-    source: str
-    loaded: tuple[str, ...]
-    resized: dict[str, str]
-    adapted: dict[str, str]
-    reinitialized: dict[str, str]
-    missing: tuple[str, ...]
-    unexpected: tuple[str, ...]
-    matched_fraction: float
-
-    def __str__(self) -> str:
-        lines = [
-            f"{self.source}: {len(self.loaded)} tensors loaded, "
-            f"{100 * self.matched_fraction:.1f} % of the values matched"
-        ]
-        for title in ("resized", "adapted", "reinitialized"):
-            lines += [f"  {title} {key}: {how}" for key, how in getattr(self, title).items()]
-        for title in ("missing", "unexpected"):
-            keys = getattr(self, title)
-            lines += [f"  {title}: {listed(keys)}"] if keys else []
-        return "\n".join(lines)
+# Differences that loading understands, each of which can be switched off.
+ADAPTATIONS = ("positions", "stem", "head", "class_names", "attention", "insertions")
+_TABLE = "relative_position_bias_table"
 
 
 class Merge:
-    """Decides for each key of the model and of the source what becomes of it."""
+    """Decides for each key of the model and of the source what becomes of it.
 
-    def __init__(self, model: nn.Module, source: Source) -> None:
+    Args:
+        adapt: Those of `ADAPTATIONS` that may be made; any other that is needed is in `refused`.
+        antialias: Whether positions are resampled with it.
+
+    Attributes:
+        values: Key of the model -> the tensor to copy there.
+        misfits: Keys that both have and that cannot be taken, and why.
+        refused: Keys that only an adaptation that is off could take: which, and what it would do.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        source: Source,
+        adapt: Iterable[str] = ADAPTATIONS,
+        antialias: bool = True,
+    ) -> None:
         self.model, self.source = model, source
+        self.adapt, self.antialias = frozenset(adapt), antialias
         self.state = dict(model.state_dict())
-        self.tensors = _clean_keys(source.tensors, self.state)
+        self.tensors = source.tensors
         self.grids = position_grids(model)
         self.values: dict[str, Tensor] = {}
         self.resized: dict[str, str] = {}
         self.adapted: dict[str, str] = {}
         self.reinitialized: dict[str, str] = {}
         self.misfits: dict[str, str] = {}
+        self.refused: dict[str, tuple[str, str]] = {}
         self.stem = _key_of_stem(model)
         self.head = head_keys(model)
         self.untrained = self._of_another_kind()
         self.added = self._added()
+        self.tied = _tied(self.state)
         self.matched = 0
         for key in self.state:
             self._decide(key)
@@ -78,8 +61,8 @@ class Merge:
 
     def _of_another_kind(self) -> set[str]:
         """Weights that a kind of attention adds, where the source has another kind."""
-        cores = [name for name, m in self.model.named_modules() if isinstance(m, Core)]
-        own = {key for key in self.state if any(key.startswith(f"{name}.") for name in cores)}
+        cores = tuple(f"{n}." for n, m in self.model.named_modules() if isinstance(m, Core))
+        own = {key for key in self.state if key.startswith(cores)}
         theirs, ours = self.source.card, getattr(self.model, "card", None)
         if theirs is not None and isinstance(ours, ModelCard):
             same = "attention" not in theirs.differences(ours)
@@ -101,84 +84,111 @@ class Merge:
     def _decide(self, key: str) -> None:
         wanted, value = self.state[key], self.tensors.get(key)
         if value is None:
-            if key in self.head and not any(k in self.tensors for k in self.head):
-                self.reinitialized[key] = "the source has no classifier"
-            elif key in self.untrained:
-                self.reinitialized[key] = "the source has another kind of attention"
-            elif key in self.added:
-                self.reinitialized[key] = "the source has no such insertion"
-            elif key.endswith(".num_batches_tracked"):  # torch takes such old files as well
-                self.reinitialized[key] = "the source does not count batches"
-        elif key in self.grids and value.ndim == 3:
+            self._absent(key)
+        elif wanted.is_floating_point() and not value.is_floating_point():
+            kind = str(value.dtype).removeprefix("torch.")
+            self.misfits[key] = f"{kind} in the source (quantised?), {wanted.dtype} in the model"
+        elif key in self.grids and value.ndim == wanted.ndim:
             self._positions(key, value)
-        elif key in self.grids and value.ndim == 2:
-            self._position_bias(key, value)
         elif key in self.head:
             self._classifier(key, value)
         elif value.shape == wanted.shape:
             self._take(key, value)
         elif key == self.stem and _same_but(value, wanted, 1):
             old, new = value.shape[1], wanted.shape[1]
-            self._take(key, adapt_channels(value, new))
-            self.adapted[key] = f"{old} input channels -> {new}"
+            how = f"{old} input channels -> {new}"
+            if self._may("stem", key, how):
+                self._take(key, adapt_channels(value, new))
+                self.adapted[key] = how
         else:
-            self.misfits[key] = f"{_shape(value)} in the source, {_shape(wanted)} in the model"
+            self.misfits[key] = self._shapes(key, value)
+
+    def _absent(self, key: str) -> None:
+        if key in self.head and not any(k in self.tensors for k in self.head):
+            self._leave("head", key, "the source has no classifier")
+        elif key in self.untrained:
+            self._leave("attention", key, "the source has another kind of attention")
+        elif key in self.added:
+            self._leave("insertions", key, "the source has no such insertion")
+        elif twin := next((k for k in self.tied.get(key, ()) if k in self.tensors), None):
+            self._take(key, self.tensors[twin])  # a file may hold a shared tensor once
+        elif key.endswith(".num_batches_tracked"):  # torch takes such old files as well
+            self.reinitialized[key] = "the source does not count batches"
+
+    def _may(self, adaptation: str, key: str, how: str) -> bool:
+        """Whether an adaptation is on; noted where it would be needed and is not."""
+        if adaptation not in self.adapt:
+            self.refused[key] = (adaptation, how)
+        return adaptation in self.adapt
+
+    def _leave(self, adaptation: str, key: str, why: str) -> None:
+        if self._may(adaptation, key, why):
+            self.reinitialized[key] = why
 
     def _take(self, key: str, value: Tensor) -> None:
+        twin = next((k for k in self.tied.get(key, ()) if k in self.values), None)
+        if twin is not None and not torch.equal(self.values[twin], value):
+            self.misfits[key] = f"differs from {twin}, with which it is one tensor in the model"
+            return
         self.values[key] = value
         self.matched += self.state[key].numel()
 
+    def _shapes(self, key: str, value: Tensor) -> str:
+        return f"{_shape(value)} in the source, {_shape(self.state[key])} in the model"
+
     def _positions(self, key: str, value: Tensor) -> None:
+        """Learned positions (1 n d) or (n d), or a table of relative ones (entries h)."""
         wanted, new_grid = self.state[key], self.grids[key]
-        prefix = wanted.shape[1] - math.prod(new_grid)
         old_grid = self.source.position_grids.get(key)
         if old_grid is None:
-            if value.shape == wanted.shape:
-                old_grid = new_grid
-            else:
-                side = math.isqrt(max(0, value.shape[1] - prefix))
-                old_grid = (side, side)
-        if value.shape[1] - prefix != math.prod(old_grid) or value.shape[2] != wanted.shape[2]:
-            self.misfits[key] = (
-                f"{_shape(value)} in the source, {_shape(wanted)} in the model, which has {prefix} "
-                f"prefix positions and a grid of {_grid(new_grid)}; the source's grid is "
-                + (
-                    _grid(old_grid)
-                    if key in self.source.position_grids
-                    else "unknown and not square (a folder of save_pretrained knows it)"
-                )
-            )
-            return
-        resized = resample_grid(value, old_grid, new_grid, num_prefix_tokens=prefix)
-        self._take(key, resized)
-        if old_grid != new_grid:
-            self.resized[key] = f"grid {_grid(old_grid)} -> {_grid(new_grid)}"
-
-    def _position_bias(self, key: str, value: Tensor) -> None:
-        wanted, new_grid = self.state[key], self.grids[key]
-        old_grid = self.source.position_grids.get(key, new_grid)
+            old_grid = new_grid if value.shape == wanted.shape else self._square(key, value)
         try:
-            if key.endswith("relative_position_bias_table"):
-                resized = resample_table(value, old_grid, new_grid)
-            else:
-                prefix = wanted.shape[0] - math.prod(new_grid)
-                resized = resample_prior(value, old_grid, new_grid, num_prefix_tokens=prefix)
+            resized = self._resampled(key, value, old_grid, new_grid)
         except ValueError:
             resized = value
         if resized.shape != wanted.shape:
-            self.misfits[key] = (
-                f"{_shape(value)} in the source, {_shape(wanted)} in the model, with a grid of "
-                f"{_grid(old_grid)} there and {_grid(new_grid)} here"
-            )
-            return
-        self._take(key, resized)
-        if old_grid != new_grid:
-            self.resized[key] = f"grid {_grid(old_grid)} -> {_grid(new_grid)}"
+            self.misfits[key] = self._misfit_of_grid(key, value, old_grid)
+        elif old_grid == new_grid:
+            self._take(key, resized)
+        elif self._may("positions", key, how := f"grid {_grid(old_grid)} -> {_grid(new_grid)}"):
+            self._take(key, resized)
+            self.resized[key] = how
+
+    def _prefix(self, key: str) -> int:
+        """Positions of the model that are not the grid's."""
+        return self.state[key].shape[-2] - math.prod(self.grids[key])
+
+    def _square(self, key: str, value: Tensor) -> tuple[int, int]:
+        """The square grid that a tensor of a bare file may have."""
+        if key.endswith(_TABLE):  # of (2 side - 1)^2 offsets, and perhaps 3 of prefix tokens
+            offsets = next((n for n in (len(value), len(value) - 3) if _is_square(n)), 0)
+            return ((math.isqrt(offsets) + 1) // 2,) * 2
+        return (math.isqrt(max(0, value.shape[-2] - self._prefix(key))),) * 2
+
+    def _resampled(
+        self, key: str, value: Tensor, old: tuple[int, int], new: tuple[int, int]
+    ) -> Tensor:
+        if key.endswith(_TABLE):
+            return resample_table(value, old, new)
+        batched = value if value.ndim == 3 else value[None]
+        resized = resample_grid(
+            batched, old, new, num_prefix_tokens=self._prefix(key), antialias=self.antialias
+        )
+        return resized if value.ndim == 3 else resized[0]
+
+    def _misfit_of_grid(self, key: str, value: Tensor, old_grid: tuple[int, int]) -> str:
+        known = key in self.source.position_grids
+        unknown = "unknown and not square (a folder of save_pretrained knows it)"
+        prefix = "" if key.endswith(_TABLE) else f"{self._prefix(key)} prefix positions and "
+        return (
+            f"{self._shapes(key, value)}, which has {prefix}a grid of {_grid(self.grids[key])}; "
+            f"the source's grid is {_grid(old_grid) if known else unknown}"
+        )
 
     def _classifier(self, key: str, value: Tensor) -> None:
         wanted = self.state[key]
         if not _same_but(value, wanted, 0):
-            self.misfits[key] = f"{_shape(value)} in the source, {_shape(wanted)} in the model"
+            self.misfits[key] = self._shapes(key, value)
             return
         old, new = _class_names(self.source.card), _class_names(getattr(self.model, "card", None))
         named = old is not None and new is not None
@@ -187,30 +197,33 @@ class Merge:
         elif value.shape == wanted.shape:
             self._take(key, value)
         else:
-            self.reinitialized[key] = f"{len(value)} classes in the source, {len(wanted)} here"
+            self._leave("head", key, f"{len(value)} classes in the source, {len(wanted)} here")
 
     def _rows_by_name(
         self, key: str, value: Tensor, old: tuple[str, ...], new: tuple[str, ...]
     ) -> None:
         shared = [name for name in new if name in old]
         if not shared:
-            self.reinitialized[key] = "no class name in common"
+            self._leave("class_names", key, "no class name in common")
             return
-        rows = self.state[key].detach().clone()
-        rows[[new.index(n) for n in shared]] = value[[old.index(n) for n in shared]].to(rows)
-        self._take(key, rows)
-        self.adapted[key] = f"rows of {len(shared)} of {len(new)} classes, by name"
+        how = f"rows of {len(shared)} of {len(new)} classes, by name"
+        if self._may("class_names", key, how):
+            rows = self.state[key].detach().clone()
+            rows[[new.index(n) for n in shared]] = value[[old.index(n) for n in shared]].to(rows)
+            self._take(key, rows)
+            self.adapted[key] = how
 
     def _drop_head(self) -> None:
         """A source's classifier is left out on purpose where the model has none."""
         if self.head:
             return
-        prefix = _name_of_head(self.model)
+        prefixes = tuple(f"{name}." for name in _names_of_heads(self.model) if name)
+        how = "left out: the model has no classifier"
         for key in self.tensors:
-            if prefix and key.startswith(f"{prefix}.") and key not in self.state:
-                self.adapted[key] = "left out: the model has no classifier"
+            if key.startswith(prefixes) and key not in self.state and self._may("head", key, how):
+                self.adapted[key] = how
 
-    def report(self) -> LoadReport:
+    def report(self, layout: str | None = None, notes: Iterable[str] = ()) -> LoadReport:
         changed = {*self.resized, *self.adapted}
         explained = {*self.values, *self.reinitialized}
         counted = sum(v.numel() for k, v in self.state.items() if k not in self.reinitialized)
@@ -223,58 +236,8 @@ class Merge:
             missing=tuple(k for k in self.state if k not in explained),
             unexpected=tuple(k for k in self.tensors if k not in explained | changed),
             matched_fraction=self.matched / max(1, counted),
-        )
-
-    def explain(self, what: str) -> str:
-        report = self.report()
-        only_model = [key for key in report.missing if key not in self.misfits]
-        only_source = [key for key in report.unexpected if key not in self.misfits]
-        lines = [f"{self.source.name} {what} {describe(self.model)}:"]
-        lines += [f"  {key}: {how}" for key, how in list(self.misfits.items())[:5]]
-        if len(self.misfits) > 5:
-            lines.append(f"  ... and {len(self.misfits) - 5} more of another shape")
-        lines.append(f"  only in the model ({len(only_model)}): {listed(only_model) or 'nothing'}")
-        lines.append(
-            f"  only in the source ({len(only_source)}): {listed(only_source) or 'nothing'}"
-        )
-        lines.append(f"  likely cause: {self._cause(only_model, only_source)}")
-        return "\n".join(lines)
-
-    def _other_options(self) -> str:
-        card = getattr(self.model, "card", None)
-        if self.source.card is None or not isinstance(card, ModelCard):
-            return ""
-        return "; ".join(
-            f"{name} is {theirs!r} there, {ours!r} here"
-            for name, (theirs, ours) in self.source.card.differences(card).items()
-        )
-
-    def _cause(self, only_model: list[str], only_source: list[str]) -> str:
-        theirs = self.source.card.architecture if self.source.card else None
-        ours = getattr(getattr(self.model, "card", None), "architecture", None)
-        if theirs and ours and theirs != ours:
-            return f"the source is a {theirs}, the model a {ours}"
-        added = self.source.card.options.get("insertions") if self.source.card else None
-        if added and only_source:
-            return f"the source has insertions: create the model with insertions={added!r}"
-        if different := self._other_options():
-            return f"other options: {different}"
-        for key in only_source:
-            if prefix := _prefix_that_fits(key, only_model):
-                return f"the source's keys carry the prefix {prefix!r}"
-        stem = self.stem
-        if stem in self.misfits:
-            return f"another patch size or width: {stem} has another shape"
-        if set(self.misfits) & set(self.grids):
-            return "another number of prefix tokens, or a grid that is not square"
-        if self.misfits:
-            return "the same architecture with another width, depth or head"
-        if only_model and only_source:
-            return "another architecture, or the same with modules named differently"
-        return (
-            "the model has parts that the source lacks"
-            if only_model
-            else "the source has parts that the model lacks (deeper, or other options)"
+            layout=layout,
+            notes=tuple(notes),
         )
 
 
@@ -295,20 +258,6 @@ def adapt_channels(weight: Tensor, in_chans: int) -> Tensor:
     return (repeated + rest / in_chans).to(weight.dtype)
 
 
-def _clean_keys(tensors: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Keys without what DDP, torch.compile and averaging put in front, in any order."""
-    tensors = dict(tensors)
-    if "n_averaged" in tensors and "n_averaged" not in state:
-        del tensors["n_averaged"]
-    while tensors:
-        prefix = next((p for p in _PREFIXES if all(k.startswith(p) for k in tensors)), None)
-        if prefix is None or any(key.startswith(prefix) for key in state):
-            break
-        tensors = {key.removeprefix(prefix): value for key, value in tensors.items()}
-    # A compiled part of a model has it in the middle.
-    return {key.replace("_orig_mod.", ""): value for key, value in tensors.items()}
-
-
 def position_grids(model: nn.Module) -> dict[str, tuple[int, int]]:
     grids = getattr(model, "position_grids", None)
     return dict(grids()) if callable(grids) else {}
@@ -319,21 +268,37 @@ def _key_of_stem(model: nn.Module) -> str | None:
     return f"{name}.weight" if isinstance(name, str) else None
 
 
-def _name_of_head(model: nn.Module) -> str | None:
-    get_classifier = getattr(model, "get_classifier", None)
-    head = get_classifier() if callable(get_classifier) else None
-    return next((name for name, module in model.named_modules() if module is head), None)
-
-
 def head_keys(model: nn.Module) -> set[str]:
-    name = _name_of_head(model)
-    if not name:
-        return set()
-    return {f"{name}.{key}" for key in model.get_submodule(name).state_dict()}
+    """Keys of the classifier, or of several where a network has more than one."""
+    return {
+        f"{name}.{key}"
+        for name in _names_of_heads(model)
+        for key in model.get_submodule(name).state_dict()
+    }
+
+
+def _names_of_heads(model: nn.Module) -> list[str]:
+    get_classifier = getattr(model, "get_classifier", None)
+    heads = get_classifier() if callable(get_classifier) else ()
+    heads = heads if isinstance(heads, tuple | list) else (heads,)
+    return [name for name, module in model.named_modules() if any(module is h for h in heads)]
 
 
 def _class_names(card: ModelCard | None) -> tuple[str, ...] | None:
     return card.class_names if isinstance(card, ModelCard) else None
+
+
+def _tied(state: Mapping[str, Tensor]) -> dict[str, list[str]]:
+    """Keys that are one tensor of the model under several names -> the other names."""
+    groups: dict[tuple[int, torch.Size], list[str]] = {}
+    for key, value in state.items():
+        if value.numel():
+            groups.setdefault((value.data_ptr(), value.shape), []).append(key)
+    return {k: [o for o in group if o != k] for group in groups.values() for k in group}
+
+
+def _is_square(number: int) -> bool:
+    return number > 0 and math.isqrt(number) ** 2 == number
 
 
 def _same_but(one: Tensor, other: Tensor, dim: int) -> bool:
@@ -341,11 +306,6 @@ def _same_but(one: Tensor, other: Tensor, dim: int) -> bool:
     return one.ndim == other.ndim and all(
         a == b for d, (a, b) in enumerate(zip(one.shape, other.shape, strict=True)) if d != dim
     )
-
-
-def _prefix_that_fits(key: str, keys: list[str]) -> str | None:
-    match = next((k for k in keys if key.endswith(f".{k}")), None)
-    return key.removesuffix(match) if match else None
 
 
 def describe(model: nn.Module) -> str:

@@ -30,9 +30,11 @@ from torch import nn
 
 from zoo.card import ModelCard, Preprocessing
 from zoo.hosts import HOSTS, find_host
+from zoo.layouts import find_architecture
 from zoo.weights import Source, WeightsError, apply_source, read_source
 
 ENTRY_POINTS = "attention_zoo.models"
+FOLDERS = ("local-dir", "hf-hub")  # they bring both the model and its weights
 _HOMES = ("vision", "crossmodal")  # importing these registers the zoo's own models
 
 Builder = Callable[..., nn.Module]
@@ -171,7 +173,8 @@ def create_model(
     Args:
         name: A registered name (see `list_models`), `timm:NAME`, `torchvision:NAME` or
             `open_clip:ARCH` (its visual tower) for a network of these libraries, or
-            `local-dir:FOLDER` for what `save_pretrained` wrote.
+            `local-dir:FOLDER` or `hf-hub:OWNER/REPO[@REV]` for what `save_pretrained` wrote, and
+            for folders of timm, transformers and open_clip that hold a model known here.
         pretrained: False, True for the model's own weights, or a source of `load_pretrained`.
         num_classes: Outputs of the classifier; 0 leaves it out and returns pooled features.
         in_chans: Channels of the images; 3 by default.
@@ -194,9 +197,8 @@ def create_model(
         "position": position,
     }
     options = {**{k: v for k, v in named.items() if v is not None}, **options}
-    prefix, _, rest = name.partition(":")
-    if prefix == "local-dir":
-        return _from_folder(rest, pretrained, class_names, options)
+    if name.partition(":")[0] in FOLDERS:
+        return _from_folder(name, pretrained, class_names, options)
     entry = _find(name)
     model = _build(entry, options, class_names)
     if pretrained:
@@ -273,7 +275,7 @@ def _find(name: str) -> Entry:
         host = find_host(prefix, rest)
         return Entry(name, host.build, host.preprocessing, host.weights)
     if colon:
-        known = ", ".join(f"{host}:" for host in ("local-dir", *HOSTS))
+        known = ", ".join(f"{host}:" for host in (*FOLDERS, *HOSTS))
         raise ValueError(
             f"unknown prefix {prefix + ':'!r} in model name {name!r}; known: {known}, or a name of "
             "zoo.list_models() without a prefix"
@@ -334,28 +336,41 @@ def _own_weights(entry: Entry) -> str:
 
 
 def _from_folder(
-    folder: str,
+    name: str,
     pretrained: bool | str,
     class_names: Sequence[str] | None,
     options: dict[str, Any],
 ) -> nn.Module:
     if isinstance(pretrained, str):
-        raise ValueError(f"local-dir:{folder} brings its own weights; drop pretrained")
-    source = read_source(f"local-dir:{folder}")
-    if source.card is None or source.card.architecture is None:
-        raise WeightsError(f"{folder} does not say which model it holds")
-    stored = dict(source.card.options)
+        raise ValueError(f"{name} brings its own weights; drop pretrained")
+    source = read_source(name)
+    architecture, stored = _architecture_of(source)
     if options.get("attention", stored.get("attention")) != stored.get("attention"):
         stored.pop("attention_options", None)  # they are another kind's
     try:
-        model = _build(_find(source.card.architecture), {**stored, **options}, class_names)
+        model = _build(_find(architecture), {**stored, **options}, class_names)
     except (TypeError, ValueError) as error:
-        raise type(error)(f"{folder}: {error}") from error
+        raise type(error)(f"{name.partition(':')[2]}: {error}") from error
     dtype = _dtype(source)
     if dtype is not None:
         model.to(dtype)
     apply_source(model, source, allowed=options)
     return model
+
+
+def _architecture_of(source: Source) -> tuple[str, dict[str, Any]]:
+    """Name and options of the model that a folder holds."""
+    if source.card is not None and source.card.architecture is not None:
+        return source.card.architecture, dict(source.card.options)
+    _discover()
+    if (found := find_architecture(source.config)) is not None:
+        return found
+    kind = source.config.get("architectures") or source.config.get("architecture")
+    holds = f"a {source.config.get('library')} model ({kind})" if source.config else "weights only"
+    raise WeightsError(
+        f"{source.name} does not say which model of zoo.list_models() it holds: it holds {holds}; "
+        f"name the model: zoo.create_model(NAME, pretrained={source.name!r})"
+    )
 
 
 def _dtype(source: Source) -> Any:

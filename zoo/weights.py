@@ -1,9 +1,10 @@
 """Weights on disk and into models: `save_pretrained`, `load_pretrained`.
 
 Nothing is loaded by guess. Every tensor of the source and of the model is accounted for in a
-`LoadReport`; four differences are understood and adapted (the position grid, the number of input
-channels, the number of classes, the names of the classes), any other is an error that shows both
-sides. A model takes part by
+`LoadReport`; some differences are understood and adapted (`zoo.merge.ADAPTATIONS`: the position
+grid, the number of input channels, the number of classes, their names, the kind of attention,
+inserted modules), any other is an error that shows both sides. What no tensor shows, such as the
+activation, must agree as well. A model takes part by
 
 - `first_conv`: name of the module that reads the image's channels,
 - `get_classifier()`: the classifier module,
@@ -29,9 +30,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zoo import agreement
 from zoo.card import ModelCard, plain
+from zoo.causes import explain
+from zoo.copying import copy_all, refuse_infinite
+from zoo.keys import clean_source, take_part
 from zoo.layouts import find_layout
-from zoo.merge import LoadReport, Merge, describe, head_keys, position_grids
+from zoo.merge import ADAPTATIONS, Merge, describe, position_grids
+from zoo.report import LoadReport
 from zoo.sources import (
     CARD_FILE,
     FORMAT,
@@ -191,7 +197,14 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def load_pretrained(
-    model: nn.Module, source: str, *, strict: bool = True, min_matched: float = 0.95
+    model: nn.Module,
+    source: str,
+    *,
+    strict: bool = True,
+    min_matched: float = 0.95,
+    part: str | None = None,
+    adapt: Iterable[str] = ADAPTATIONS,
+    antialias: bool | None = None,
 ) -> LoadReport:
     """Loads weights into a model, adapted where the difference is understood.
 
@@ -200,21 +213,36 @@ def load_pretrained(
     - The stem takes another number of channels so that a grey image gives the same response.
     - A classifier for other classes keeps its initial values; where both sides know their class
       names, rows of shared names are taken over.
+    - Weights of another kind of attention, and of modules inserted into the model, keep theirs.
 
     The model's card takes over the source's preprocessing, licence and (with its classifier) class
-    names. On an error nothing of the model has changed.
+    names. Dtype, device and `requires_grad` of the model stay. On an error nothing of the model has
+    changed.
 
     Args:
         model: The model; wrappers are taken off.
-        source: `file:PATH` (safetensors, or torch files without Python objects) or
-            `local-dir:PATH` (what `save_pretrained` wrote).
-        strict: Whether an unexplained difference is an error, or listed only.
+        source: `file:PATH`, `local-dir:PATH`, `hf-hub:OWNER/REPO[@REV]`, `url:...#sha256=HEX`,
+            `timm:NAME`, `torchvision:NAME` or `open_clip:ARCH/TAG`.
+        strict: Whether an unexplained difference is an error; if not, one of tensors is listed, one
+            of settings is a warning.
         min_matched: Least part of the model's values that must come from the source.
+        part: Name in the source under which the model's tensors stand, such as "backbone".
+        adapt: Which differences may be adapted, of `zoo.merge.ADAPTATIONS`; any other is an error.
+        antialias: Whether positions are resampled with it; None follows the source's own rule,
+            which is True but for families such as DINOv2.
 
     Raises:
         WeightsError: the source cannot be read, or does not belong to the model.
     """
-    return apply_source(model, read_source(source), strict=strict, min_matched=min_matched)
+    return apply_source(
+        model,
+        read_source(source),
+        strict=strict,
+        min_matched=min_matched,
+        part=part,
+        adapt=adapt,
+        antialias=antialias,
+    )
 
 
 def apply_source(
@@ -224,57 +252,75 @@ def apply_source(
     allowed: Iterable[str] = (),
     strict: bool = True,
     min_matched: float = 0.95,
+    part: str | None = None,
+    adapt: Iterable[str] = ADAPTATIONS,
+    antialias: bool | None = None,
 ) -> LoadReport:
     """`load_pretrained` from a source already read.
 
     Args:
         allowed: Options in which the model may differ from the source on purpose.
     """
-    model = unwrap(model)
-    layout = find_layout(source, model)
-    if layout is not None:
-        source = layout.translate(source, model)
-    if strict:
-        _check_options(model, source, set(allowed))
-    merge = Merge(model, source)
-    report = merge.report()
-    if strict and (report.missing or report.unexpected):
-        raise WeightsError(merge.explain("does not fit"))
-    if report.matched_fraction < min_matched:
-        raise WeightsError(
-            merge.explain(f"matches only {100 * report.matched_fraction:.1f} % of the values of")
-        )
-    with torch.no_grad():
-        for key, value in merge.values.items():
-            merge.state[key].copy_(value)
-    _take_card(model, source, report)
+    model, adapt = unwrap(model), _known(adapt)
+    agreement.refuse_meta(model)
+    given = _own_part(model, source, part)
+    layout = find_layout(given, model)
+    source = given if layout is None else layout.translate(given, model)
+    doubts = agreement.Doubts(model, source, set(allowed), strict)
+    doubts.compare_options()
+    merge = Merge(model, source, adapt, _antialias(source, antialias))
+    _check_fit(merge, strict, min_matched)
+    doubts.compare_settings(given.network)
+    refuse_infinite(source.name, merge.state, merge.values)
+    doubts.warn_of_twin(given)
+    notes = [*agreement.notes_of(model, given, source, merge), *doubts.notes]
+    report = merge.report(layout.name if layout else None, notes)
+    card = _new_card(model, source, merge)
+    copy_all(merge.state, merge.values)
+    if card is not None:
+        model.card = card  # type: ignore[assignment]
     return report
 
 
-def _check_options(model: nn.Module, source: Source, allowed: set[str]) -> None:
-    """Options without tensors (norm eps, pooling, activation) must agree as well."""
-    card = getattr(model, "card", None)
-    if source.card is None or not isinstance(card, ModelCard):
-        return
-    different = source.card.differences(card)
-    if "attention" in different and "attention" in allowed:  # its options are another kind's
-        allowed = {*allowed, "attention_options"}
-    different = {name: pair for name, pair in different.items() if name not in allowed}
-    if different:
-        shown = "; ".join(f"{k}: {a!r} there, {b!r} here" for k, (a, b) in different.items())
-        other = source.card.architecture
-        if other is not None and other != card.architecture:
-            shown = f"it holds {other}; {shown}"
+def _known(adapt: Iterable[str]) -> tuple[str, ...]:
+    names = (adapt,) if isinstance(adapt, str) else tuple(adapt)
+    for name in names:
+        if name not in ADAPTATIONS:
+            raise ValueError(f"adapt: unknown {name!r}; it may hold {', '.join(ADAPTATIONS)}")
+    return names
+
+
+def _own_part(model: nn.Module, source: Source, part: str | None) -> Source:
+    source = clean_source(source, model)
+    return source if part is None else clean_source(take_part(source, part), model)
+
+
+def _antialias(source: Source, asked: bool | None) -> bool:
+    if asked is not None:
+        return asked
+    return bool(source.card is None or source.card.extra.get("antialias", True))
+
+
+def _check_fit(merge: Merge, strict: bool, min_matched: float) -> None:
+    if merge.refused:
+        shown = [f"{key}: {how} (adapt {name!r})" for key, (name, how) in merge.refused.items()]
+        needed = sorted({name for name, _ in merge.refused.values()})
         raise WeightsError(
-            f"{source.name} was saved with other options than {describe(model)}: {shown}; "
-            f"build the model with the same options, or load with strict=False"
+            f"{merge.source.name} fits {describe(merge.model)} only if adapted: "
+            f"{listed(shown, 3)}; allow it by adding {', '.join(map(repr, needed))} to adapt"
         )
+    report = merge.report()
+    if strict and (report.missing or report.unexpected):
+        raise WeightsError(explain(merge, "does not fit"))
+    if report.matched_fraction < min_matched:
+        part = f"{100 * report.matched_fraction:.1f} %"
+        raise WeightsError(explain(merge, f"matches only {part} of the values of"))
 
 
-def _take_card(model: nn.Module, source: Source, report: LoadReport) -> None:
+def _new_card(model: nn.Module, source: Source, merge: Merge) -> ModelCard | None:
     card = getattr(model, "card", None)
     if not isinstance(card, ModelCard):
-        return
+        return None
     changes: dict[str, Any] = {"source": source.name}
     if source.card is not None:
         changes["license"] = source.card.license
@@ -282,7 +328,17 @@ def _take_card(model: nn.Module, source: Source, report: LoadReport) -> None:
         changes["preprocessing"] = source.card.preprocessing.adapted(
             size=card.preprocessing.size, in_chans=card.preprocessing.in_chans
         )
-        head = head_keys(model)
-        if card.class_names is None and head and head <= set(report.loaded):
+        if card.class_names is None and _has_classes(merge, source.card.class_names):
             changes["class_names"] = source.card.class_names
-    model.card = replace(card, **changes)  # type: ignore[assignment]
+    return replace(card, **changes)
+
+
+def _has_classes(merge: Merge, names: tuple[str, ...] | None) -> bool:
+    """Whether the classifier is the source's, row by row the named classes."""
+    taken = {key for key in merge.values if key not in merge.adapted}
+    return (
+        names is not None
+        and bool(merge.head)
+        and merge.head <= taken
+        and all(len(merge.values[key]) == len(names) for key in merge.head)
+    )

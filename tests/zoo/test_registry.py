@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ import torch
 from torch import nn
 
 import zoo
-from zoo import registry
-from zoo.card import Preprocessing
+from zoo import layouts, registry, sources
+from zoo.card import ModelCard, Preprocessing
+from zoo.weights import WeightsError
 
 PAIRS = ("text_*", "dual_*", "matcher_*", "captioner_*")  # these do not classify images
 ALL = zoo.list_models(exclude=PAIRS)
@@ -146,7 +148,7 @@ def test_unknown_attention_and_position() -> None:
         zoo.create_model("vit_micro_patch2_8", position="learnt")
 
 
-@pytest.mark.parametrize("prefix", ["keras", "hf-hub"])
+@pytest.mark.parametrize("prefix", ["keras", "hub"])
 def test_unknown_prefix(prefix: str) -> None:
     with pytest.raises(ValueError, match=f"unknown prefix '{prefix}:'.*known: local-dir:"):
         zoo.create_model(f"{prefix}:resnet50")
@@ -207,7 +209,7 @@ def test_duplicate_names_both_modules(clean_registry: None) -> None:
     def vit_micro_patch2_8(**options: Any) -> nn.Module:
         return nn.Identity()
 
-    with pytest.raises(ValueError, match=r"twice: by vision\.vit\.vit_micro.* and by .*test_regis"):
+    with pytest.raises(ValueError, match=r"twice: by vision\.vit\w*\.vit_mic.* and by .*test_reg"):
         zoo.register_model(vit_micro_patch2_8)
 
 
@@ -241,3 +243,61 @@ def test_broken_plug_in_is_a_warning_and_good_ones_load(
         assert "good_net" in zoo.list_models()
     assert isinstance(zoo.create_model("good_net"), nn.Linear)
     sys.modules.pop("good_zoo")
+
+
+# --- folders of other libraries ---------------------------------------------------------------
+
+
+def assert_equal(one: nn.Module, other: nn.Module) -> None:
+    torch.testing.assert_close(dict(one.state_dict()), dict(other.state_dict()), rtol=0, atol=0)
+
+
+def folder_of(model: Any, config: dict[str, Any], **card: Any) -> sources.Source:
+    known = ModelCard(**{"architecture": None, "options": {}, **card}) if card else None
+    return sources.Source("local-dir:folder", model.state_dict(), known, {}, config=config)
+
+
+@pytest.mark.parametrize("prefix", ["local-dir", "hf-hub"])
+def test_folders_that_name_a_network_are_models(
+    prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs: Any = zoo.create_model("timm:resnet10t", num_classes=3)
+    pre = replace(theirs.card.preprocessing, mean=(0.1, 0.2, 0.3))
+    source = folder_of(
+        theirs,
+        {"library": "timm"},
+        architecture="timm:resnet10t",
+        options={"num_classes": 3},
+        preprocessing=pre,
+        class_names=("x", "y", "z"),
+    )
+    monkeypatch.setattr(registry, "read_source", lambda name: source)
+    model: Any = zoo.create_model(f"{prefix}:owner/repo")
+    assert_equal(model, theirs)
+    assert model.card.class_names == ("x", "y", "z")
+    assert model.card.preprocessing.mean == (0.1, 0.2, 0.3)
+    assert zoo.create_model(f"{prefix}:owner/repo", num_classes=5).num_classes == 5
+    with pytest.raises(ValueError, match=f"{prefix}:owner/repo brings its own weights"):
+        zoo.create_model(f"{prefix}:owner/repo", pretrained="file:x.pt")
+
+
+def test_a_layout_finds_the_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = zoo.create_model("vit_micro_patch2_8", depth=2)
+    source = folder_of(theirs, {"library": "upside", "depth": 2})
+
+    def find(config: Any) -> tuple[str, dict[str, Any]] | None:
+        return ("vit_micro_patch2_8", {"depth": 2}) if "depth" in config else None
+
+    monkeypatch.setattr(layouts, "_architectures", {})
+    layouts.register_architecture("upside", lambda config: None)
+    layouts.register_architecture("upside", find)
+    monkeypatch.setattr(registry, "read_source", lambda name: source)
+    assert_equal(zoo.create_model("local-dir:folder"), theirs)
+    assert layouts.find_architecture({"library": "other", "depth": 2}) is None
+    unknown = replace(source, config={"library": "upside", "architectures": ["UpModel"]})
+    monkeypatch.setattr(registry, "read_source", lambda name: unknown)
+    with pytest.raises(
+        WeightsError,
+        match=r"holds a upside model \(\['UpModel'\]\).*create_model\(NAME, pretrained='local-dir",
+    ):
+        zoo.create_model("local-dir:folder")

@@ -1,0 +1,148 @@
+"""Errors of loading name the cause and change nothing; layouts of other libraries."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torchvision
+from safetensors.torch import save_file
+from torch import nn
+
+import zoo
+from zoo import layouts, sources, weights
+from zoo.card import ModelCard
+from zoo.weights import WeightsError
+
+NAME = "vit_micro_patch2_8"
+
+
+def make(**options: Any) -> Any:
+    token = {"class_token": True, "global_pool": "token"}
+    return zoo.create_model(NAME, **{"depth": 2, **token, **options})
+
+
+def randomized(**options: Any) -> Any:
+    model = make(**options)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.3)
+    return model
+
+
+def equal_state(one: nn.Module, other: nn.Module) -> bool:
+    a, b = one.state_dict(), other.state_dict()
+    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+def snapshot(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {key: value.clone() for key, value in model.state_dict().items()}
+
+
+def saved(tensors: dict[str, torch.Tensor], folder: Path) -> str:
+    save_file({k: v.contiguous() for k, v in tensors.items()}, folder / "x.safetensors")
+    return f"file:{folder / 'x.safetensors'}"
+
+
+def broken(state: dict[str, torch.Tensor], kind: str) -> dict[str, torch.Tensor]:
+    half = len(state) // 2
+    if kind == "nan":
+        state["blocks.1.norm1.bias"][3] = torch.nan
+    elif kind == "infinite":
+        state["head.weight"][0, 0] = torch.inf
+    elif kind == "half":
+        return dict(list(state.items())[:half])
+    elif kind == "optimizer":
+        return {f"state.{k}.exp_avg": v for k, v in state.items()}
+    elif kind == "lora":
+        return {k.replace("weight", "lora_A.weight"): v for k, v in state.items()}
+    elif kind == "prefix":
+        return {f"backbone.{k}": v for k, v in state.items()}
+    elif kind == "int8":
+        state["blocks.0.mlp.fc1.weight"] = state["blocks.0.mlp.fc1.weight"].to(torch.int8)
+    elif kind == "torchvision":
+        return dict(torchvision.models.VisionTransformer(8, 2, 1, 2, 64, 64).state_dict())
+    return state
+
+
+CAUSES = {
+    "nan": r"NaN or infinity.* in 1 tensors: blocks\.1\.norm1\.bias",
+    "infinite": r"NaN or infinity.* in 1 tensors: head\.weight",
+    "half": r"likely cause: .*lacks, 14 of its 32 tensors:.*not whole",
+    "optimizer": r"is an optimizer's state",
+    "lora": r"weights of an adapter such as LoRA \(.*lora_A",
+    "prefix": r"keys carry the prefix 'backbone\.': load with part='backbone'",
+    "int8": r"blocks\.0\.mlp\.fc1\.weight: int8 in the source \(quantised\?\)",
+    "torchvision": r"likely cause: the keys look like a library's ViT, which .*Sequential",
+}
+
+
+@pytest.mark.parametrize("kind", [kind for kind in CAUSES if kind != "torchvision"])
+def test_causes_are_named_and_nothing_changes(kind: str, tmp_path: Path) -> None:
+    source = saved(broken(snapshot(randomized()), kind), tmp_path)
+    model = make()
+    before, card = snapshot(model), model.card
+    with pytest.raises(WeightsError, match=f"(?s){CAUSES[kind]}"):
+        zoo.load_pretrained(model, source)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert model.card is card
+
+
+def test_an_optimizers_tensors_are_the_cause(tmp_path: Path) -> None:
+    model = make()
+    source = sources.Source("x", broken(snapshot(model), "optimizer"))
+    with pytest.raises(WeightsError, match="likely cause: this is an optimizer checkpoint"):
+        weights.apply_source(model, source)
+
+
+def test_half_of_the_keys_is_refused_even_if_not_strict(tmp_path: Path) -> None:
+    source = saved(broken(snapshot(randomized()), "half"), tmp_path)
+    with pytest.raises(WeightsError, match="matches only"):
+        zoo.load_pretrained(make(), source, strict=False)
+
+
+def test_a_layout_that_does_not_fit_is_the_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = saved(broken({}, "torchvision"), tmp_path)
+    known = layouts.Layout(
+        "a library's ViT",
+        fits=lambda model: False,
+        recognises=lambda source: "conv_proj.weight" in source.tensors,
+        translate=lambda source, model: source,
+    )
+    monkeypatch.setattr(layouts, "_layouts", [known])
+    with pytest.raises(WeightsError, match=f"(?s){CAUSES['torchvision']}"):
+        zoo.load_pretrained(nn.Sequential(nn.Linear(2, 2)), source)
+
+
+def test_weights_of_a_part_of_the_model_are_told_where_to_go(tmp_path: Path) -> None:
+    source = saved({"weight": torch.ones(2, 2), "bias": torch.ones(2)}, tmp_path)
+    with pytest.raises(WeightsError, match=r"the model's keys carry the prefix '0\.'.*'0'"):
+        zoo.load_pretrained(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), source)
+
+
+def test_a_layout_is_translated_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, other = randomized(), make()
+    known = layouts.Layout(
+        "the upside-down library",
+        fits=lambda model: hasattr(model, "patch_embed"),
+        recognises=lambda source: all(key.isupper() for key in source.tensors),
+        translate=lambda source, model: replace(
+            source,
+            tensors={key.lower(): value for key, value in source.tensors.items()},
+            card=ModelCard(None, {"norm_eps": 1e-6}, model.card.preprocessing),
+        ),
+    )
+    monkeypatch.setattr(layouts, "_layouts", [known])
+    tensors = {f"module.{key.upper()}": value for key, value in model.state_dict().items()}
+    source = saved(tensors, tmp_path)
+    report = zoo.load_pretrained(other, source)
+    assert equal_state(other, model)
+    assert report.layout == "the upside-down library"
+    assert "(read as the upside-down library)" in str(report)
+    with pytest.raises(WeightsError, match=r"norm_eps: 1e-06 there, 0\.001 here"):
+        zoo.load_pretrained(make(norm_eps=1e-3), source)

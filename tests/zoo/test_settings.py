@@ -1,0 +1,176 @@
+"""Settings without tensors: what differs between networks, and what that means for loading."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+import torchvision
+from safetensors.torch import save_file
+from timm.layers import Conv2dSame, GELUTanh, SelectAdaptivePool2d, Swish
+from torch import nn
+
+import zoo
+from zoo.settings import differences, twin_of
+from zoo.sources import Source
+from zoo.weights import WeightsError, apply_source
+
+TWIN, OTHER = "mobilenetv3_small_100", "tf_mobilenetv3_small_100"
+
+
+def pair(one: nn.Module, other: nn.Module) -> dict[str, tuple[str, str]]:
+    return differences(nn.ModuleDict({"x": one}), nn.ModuleDict({"x": other}))
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "here", "there"),
+    [
+        (nn.Conv2d(4, 4, 3, 2), nn.Conv2d(4, 4, 3, 1), "stride (2, 2)", "stride (1, 1)"),
+        (nn.Conv2d(4, 4, 3), nn.Conv2d(4, 4, 3, padding=1), "padding (0, 0)", "padding (1, 1)"),
+        (nn.Conv2d(4, 4, 3), nn.Conv2d(4, 4, 3, dilation=2), "dilation (1, 1)", "dilation (2, 2)"),
+        (nn.Conv2d(4, 4, 3), Conv2dSame(4, 4, 3), "kind Conv2d", "kind Conv2dSame"),
+        (nn.Conv1d(4, 2, 1), nn.Conv1d(4, 2, 1, groups=2), "groups 1", "groups 2"),
+        (nn.BatchNorm2d(3), nn.BatchNorm2d(3, eps=1e-3), "eps 1e-05", "eps 0.001"),
+        (nn.LayerNorm(3), nn.LayerNorm(3, eps=1e-6), "eps 1e-05", "eps 1e-06"),
+        (nn.GroupNorm(2, 4), nn.GroupNorm(4, 4), "num_groups 2", "num_groups 4"),
+        (nn.GELU(), nn.GELU("tanh"), "'none'", "'tanh'"),
+        (nn.GELU(), nn.ReLU(), "activation GELU", "activation ReLU"),
+        (nn.ReLU(), nn.Identity(), "activation ReLU()", "activation Identity()"),
+        (nn.LeakyReLU(), nn.LeakyReLU(0.2), "slope=0.01", "slope=0.2"),
+        (nn.MaxPool2d(2), nn.AvgPool2d(2), "MaxPool2d", "AvgPool2d"),
+        (nn.MaxPool2d(2), nn.MaxPool2d(3, 2), "kernel_size=2", "kernel_size=3"),
+        (nn.AvgPool2d(2), nn.AvgPool2d(2, ceil_mode=True), "mode=False", "mode=True"),
+        (SelectAdaptivePool2d(1, "avg"), SelectAdaptivePool2d(1, "max"), "type avg", "type max"),
+        (nn.MultiheadAttention(8, 2), nn.MultiheadAttention(8, 4), "num_heads 2", "num_heads 4"),
+    ],
+)
+def test_differences_are_found(one: nn.Module, other: nn.Module, here: str, there: str) -> None:
+    found = pair(one, other)["x"]
+    assert here in found[0]
+    assert there in found[1]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (nn.Conv2d(4, 4, 3, padding="same"), nn.Conv2d(4, 4, 3, padding=1)),
+        (nn.Conv2d(4, 4, 5, padding="valid"), nn.Conv2d(4, 4, 5)),
+        (nn.ReLU(inplace=True), nn.ReLU()),
+        (nn.SiLU(), Swish()),
+        (nn.GELU("tanh"), GELUTanh()),
+        (nn.BatchNorm2d(3, momentum=0.01), nn.BatchNorm2d(3)),
+        (nn.Dropout(0.1), nn.Dropout(0.5)),
+        (nn.Dropout(0.1), nn.Identity()),
+        (nn.MaxPool2d(2), nn.MaxPool2d((2, 2), 2)),
+        (nn.AdaptiveAvgPool2d(1), nn.AdaptiveAvgPool2d((1, 1))),
+        (nn.Linear(2, 2), nn.Conv2d(2, 2, 1)),  # tensors tell these apart
+    ],
+)
+def test_what_computes_the_same_is_no_difference(one: nn.Module, other: nn.Module) -> None:
+    assert pair(one, other) == {}
+
+
+def test_only_common_names_are_compared() -> None:
+    assert differences(nn.Sequential(nn.ReLU()), nn.ModuleDict({"a": nn.GELU()})) == {}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("resnet50", "tf_efficientnet_b0", "mobilenetv3_large_100", "convnext_tiny", "nfnet_f0"),
+        *("swin_tiny_patch4_window7_224", "levit_128", "deit_tiny_distilled_patch16_224"),
+        *("maxvit_tiny_tf_224", "beit_base_patch16_224", "hrnet_w18_small", "tf_mixnet_s"),
+    ],
+)
+def test_a_network_of_timm_equals_itself(name: str) -> None:
+    with torch.device("meta"):
+        assert differences(timm.create_model(name), timm.create_model(name)) == {}
+
+
+@pytest.mark.parametrize("name", ["resnet18", "mobilenet_v3_small", "vit_b_16", "convnext_tiny"])
+def test_a_network_of_torchvision_equals_itself(name: str) -> None:
+    build = torchvision.models.get_model
+    with torch.device("meta"):
+        assert differences(build(name), build(name)) == {}
+
+
+@pytest.mark.parametrize("name", ["resnet18", "resnet50"])
+def test_our_resnets_equal_those_of_both_libraries(name: str) -> None:
+    with torch.device("meta"):
+        ours = zoo.create_model(name)
+        assert differences(ours, timm.create_model(name)) == {}
+        assert differences(ours, torchvision.models.get_model(name)) == {}
+
+
+@pytest.mark.parametrize("name", [n for n in zoo.list_models("vit_*") if timm.is_model(n)])
+def test_our_vits_equal_timms(name: str) -> None:
+    with torch.device("meta"):
+        ours, theirs = zoo.create_model(name), timm.create_model(name)
+    assert differences(ours, theirs) == {}
+    theirs.blocks[1].mlp.act = nn.ReLU()
+    assert list(differences(ours, theirs)) == ["blocks.1.mlp.act"]
+
+
+# --- what that means for loading --------------------------------------------------------------
+
+
+def source_of(name: str) -> Source:
+    network: Any = timm.create_model(name)
+    return Source(f"timm:{name}", network.state_dict(), None, network=network)
+
+
+def test_another_networks_settings_are_refused() -> None:
+    model: Any = zoo.create_model(f"timm:{TWIN}")
+    before = model.conv_stem.weight.clone()
+    with pytest.raises(
+        WeightsError,
+        match=rf"timm:{OTHER} has the tensors of timm:{TWIN} and other settings in \d+ modules: "
+        rf"conv_stem: kind Conv2dSame.* there, kind Conv2d.* here.*create_model\('timm:{OTHER}'\)",
+    ):
+        apply_source(model, source_of(OTHER))
+    assert torch.equal(model.conv_stem.weight, before)
+    with pytest.warns(UserWarning, match="other settings in"):
+        report = apply_source(model, source_of(OTHER), strict=False)
+    assert "other settings in" in report.notes[-1]
+
+
+def test_the_same_settings_pass_in_silence() -> None:
+    model = zoo.create_model(f"timm:{TWIN}")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        report = apply_source(model, source_of(TWIN))
+    assert report.matched_fraction == 1
+
+
+def test_settings_that_were_asked_for_pass_loudly() -> None:
+    model = zoo.create_model("timm:resnet10t", output_stride=16)
+    with pytest.raises(WeightsError, match="other settings"):
+        apply_source(model, source_of("resnet10t"))
+    with pytest.warns(UserWarning, match=r"stride \(2, 2\).*asked for: output_stride"):
+        apply_source(model, source_of("resnet10t"), allowed=["output_stride"])
+
+
+def test_a_bare_file_cannot_tell_twins_apart(tmp_path: Path) -> None:
+    for name in (TWIN, OTHER):
+        model = zoo.create_model(f"timm:{name}")
+        save_file(model.state_dict(), tmp_path / "x.safetensors")
+        twin = OTHER if name == TWIN else TWIN
+        with pytest.warns(UserWarning, match=f"trained as timm:{name} or as timm:{twin}"):
+            report = zoo.load_pretrained(model, f"file:{tmp_path / 'x.safetensors'}")
+        assert any(f"timm:{twin}" in note for note in report.notes)
+
+
+def test_twins_are_found_by_their_settings() -> None:
+    assert twin_of("timm:resnet10t") is None
+    assert twin_of("vit_tiny_patch16_224") is None
+    assert twin_of("torchvision:resnet18") is None
+    twin, how = twin_of(f"timm:{OTHER}.in1k") or ("", "")
+    assert twin == f"timm:{TWIN}"
+    assert "padding" in how
+    twin, how = twin_of("open_clip:ViT-B-32") or ("", "")
+    assert twin == "open_clip:ViT-B-32-quickgelu"
+    assert "QuickGELU" in how
