@@ -1,8 +1,8 @@
 """What gates do: recorded, and summed up by class.
 
 The means by class are those of Squeeze-and-Excitation Networks (arXiv 1709.01507, "Role of
-Excitation"). A layer is a module with a `Tap("gate")`; it may say the
-limits of its gate as `gate_range`.
+Excitation"). A layer is a module with a `Tap("gate")`, which may say the limits of its gate as
+`gate_range`, or a module of another library that computes one (`zoo.diagnostics.foreign_gates`).
 
 Shapes: b samples, k classes, c channels; a gate (b c ...) is averaged over further axes, such as
 places.
@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zoo.diagnostics.capture import Records, capture, layer_name
+from zoo.diagnostics.capture import Observable, Records, capture, layer_name
+from zoo.diagnostics.foreign_gates import find_foreign_gate
 from zoo.layers.check import integer
 from zoo.layers.tap import Tap
 
@@ -45,7 +46,8 @@ def capture_gates(
         samples: Keeps only the first samples of each batch; by default all.
         max_bytes: Bound on the memory of all records. `gate_profile` needs no more for more data.
     """
-    with capture(model, "gate", layers, samples, max_bytes) as records:
+    taps = {name: tap for name, (tap, _) in _gates(model).items()}
+    with capture(taps, "gate", layers, samples, max_bytes) as records:
         yield records
 
 
@@ -212,11 +214,23 @@ def _checked_range(limits: Range | None) -> Range | None:
 
 def gate_ranges(model: nn.Module) -> dict[str, Range | None]:
     """The layers with gates, and their limits; None where a layer does not say them."""
-    return {
-        layer_name(path): _limits(model.get_submodule(path.rpartition(".")[0]), module)
-        for path, module in model.named_modules()
-        if isinstance(module, Tap) and module.kind == "gate"
-    }
+    return {name: limits for name, (_, limits) in _gates(model).items()}
+
+
+def _gates(model: nn.Module) -> dict[str, tuple[Observable, Range | None]]:
+    """Layer -> where its gate is observed, and its limits; parts of a layer are none."""
+    modules = dict(model.named_modules())
+    taps = {path for path, m in modules.items() if isinstance(m, Tap) and m.kind == "gate"}
+    layers = tuple(path[: path.rfind(".") + 1] for path in taps)
+    gates: dict[str, tuple[Observable, Range | None]] = {}
+    for path, module in modules.items():
+        if path in taps and isinstance(module, Tap):
+            limits = _limits(modules[path.rpartition(".")[0]], module)
+            gates[layer_name(path)] = (module, limits)
+        elif not f"{path}.".startswith(layers) and (found := find_foreign_gate(module)):
+            own = layer_name(f"{path}.{found.name}".lstrip("."))
+            gates[own.rpartition(".")[0] or own] = (found, found.gate_range)
+    return gates
 
 
 def _limits(layer: nn.Module, tap: Tap) -> Range | None:

@@ -1,0 +1,147 @@
+"""Attention of other libraries, which has no tap: its weights are computed beside its own kernel.
+
+Hooks see what a module is called with and what its projections and norms put out; from that the
+weights are computed after the module has run. Hooks are not seen by a compiled model that has run
+before, so compiled models are refused; and they do not run inside nn.TransformerEncoder in
+evaluation, which then hands whole layers to one kernel and cuts padding out of the batch. That
+kernel is off inside the context, so that the encoder's outputs agree with those outside only up to
+rounding, and are not zero in the place of padding; in training it is never used.
+
+Shapes: b batch, h heads, i/j query/key positions.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from zoo.diagnostics.foreign_scores import Reader, reader_of
+from zoo.layers.tap import Observer, Tap
+
+Hook = TypeVar("Hook", bound=Callable[..., None])
+
+
+class ForeignAttention:
+    """The weights of an attention module, for observers.
+
+    Args:
+        module: One that `reader_of` knows.
+        reader: How its scores come about.
+        compiled: Whether it runs inside a compiled module, where it cannot be observed.
+        in_encoder: Whether it belongs to a layer of nn.TransformerEncoder.
+    """
+
+    def __init__(
+        self, module: nn.Module, reader: Reader, *, compiled: bool, in_encoder: bool
+    ) -> None:
+        self.module, self.reader = module, reader
+        self.compiled, self.in_encoder = compiled, in_encoder
+
+    @contextmanager
+    def observe(self, callback: Observer) -> Iterator[None]:
+        """Calls `callback` with the weights of every forward pass, as a tap does.
+
+        Raises:
+            ValueError: the module is part of a compiled one.
+        """
+        if self.compiled:
+            raise ValueError(
+                f"the weights of {type(self.module).__name__} cannot be captured in a compiled "
+                "model, which does not run hooks: capture and call the model that was compiled, "
+                "zoo.weights.unwrap(model), or copy.deepcopy(model) of one that was compiled in "
+                "place by model.compile()"
+            )
+        tap, seen = Tap(), _Seen()
+
+        @_untraced
+        def show(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+            parts, seen.parts = seen.parts, {}
+            if module is self.module or getattr(module, "_is_replica", False):  # no deep copy
+                tap.record(lambda: self.reader.scores(module, parts, *args, **kwargs).weights())
+
+        with ExitStack() as stack:
+            if self.in_encoder:
+                stack.enter_context(_no_fast_path())
+            stack.enter_context(tap.observe(callback))
+            for name in self.reader.parts:
+                if isinstance(part := getattr(self.module, name), nn.Module):
+                    handle = part.register_forward_hook(_untraced(seen.keeper(name)))
+                    stack.callback(handle.remove)
+            handle = self.module.register_forward_hook(show, with_kwargs=True)
+            stack.callback(handle.remove)
+            yield
+
+
+class _Seen(threading.local):
+    """What parts put out in this thread: DataParallel runs its copies side by side."""
+
+    def __init__(self) -> None:
+        self.parts: dict[str, Tensor] = {}
+
+    def keeper(self, name: str) -> Callable[..., None]:
+        def keep(module: nn.Module, args: Any, output: Tensor) -> None:
+            self.parts[name] = output.detach()
+
+        return keep
+
+
+def _untraced(hook: Hook) -> Hook:
+    """A compiled model runs the hook, but does not trace it."""
+    return torch.compiler.disable(hook) if "torch._dynamo" in sys.modules else hook
+
+
+@contextmanager
+def _no_fast_path() -> Iterator[None]:
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+def find_foreign_attention(model: nn.Module) -> dict[str, ForeignAttention]:
+    """The attention of other libraries whose weights can be computed, by path in the model."""
+    modules = dict(model.named_modules())
+    compiled = [path for path, module in modules.items() if _is_compiled(module)]
+    encoders = [
+        path for path, module in modules.items() if isinstance(module, nn.TransformerEncoderLayer)
+    ]
+    return {
+        path: ForeignAttention(
+            module, reader, compiled=_within(path, compiled), in_encoder=_within(path, encoders)
+        )
+        for path, module in modules.items()
+        if (reader := reader_of(module))
+    }
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+
+
+def _within(path: str, outer: list[str]) -> bool:
+    return any(not name or f"{path}.".startswith(f"{name}.") for name in outer)
+
+
+def unknown_attention(model: nn.Module) -> dict[str, list[str]]:
+    """Classes that are called attention but have neither a tap nor a reader, and where they are."""
+    found: dict[str, list[str]] = {}
+    for path, module in model.named_modules():
+        inside = [part for part in module.modules() if part is not module]
+        seen = reader_of(module) or any(isinstance(m, Tap) or reader_of(m) for m in inside)
+        if _is_called_attention(module) and not seen and not any(map(_is_called_attention, inside)):
+            own = type(module)
+            found.setdefault(f"{own.__module__}.{own.__qualname__}", []).append(path)
+    return found
+
+
+def _is_called_attention(module: nn.Module) -> bool:
+    names = [base.__name__.lower() for base in type(module).__mro__]
+    return any("attention" in name or "attn" in name for name in names)

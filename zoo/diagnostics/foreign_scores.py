@@ -1,0 +1,283 @@
+"""What attention of other libraries makes its weights of: a reader for each class.
+
+A reader is called as its class's `forward` is, after the module and what its parts put out: norms
+and projections that are modules are not run again, so that their dropout, adapters and statistics
+are the pass's own. Classes are known by the function that is their `forward`; a subclass with
+another one is another class.
+
+Shapes: b batch, n tokens, d width, h heads, i/j query/key positions, e head width, w windows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from zoo.layers.attention import attention_weights
+
+Parts = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Weights before they are computed.
+
+    Args:
+        q: Queries (b h i e), with all that is done to them except the scale.
+        k: Keys (b h j e).
+        masks: Each None, bool with True = may attend, or floats that are added to the scores;
+            broadcastable to (b h i j).
+        scale: Factor on the scores; by default 1 / sqrt(e).
+    """
+
+    q: Tensor
+    k: Tensor
+    masks: tuple[Tensor | None, ...] = ()
+    scale: float | None = None
+
+    def weights(self) -> Tensor:
+        """(b h i j); rows of queries that may attend to nothing are zeros."""
+        allowed: Tensor | None = None
+        bias: Tensor | None = None
+        for mask in self.masks:
+            if mask is None:
+                continue
+            mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
+            may = mask if mask.dtype == torch.bool else ~mask.isneginf()
+            allowed = may if allowed is None else allowed & may
+            if mask.dtype != torch.bool:
+                added = mask.masked_fill(~may, 0)
+                bias = added if bias is None else bias + added
+        return attention_weights(self.q, self.k, allowed, bias=bias, scale=self.scale)
+
+
+@dataclass(frozen=True)
+class Reader:
+    """How the scores of a class come about.
+
+    Args:
+        scores: Called as `scores(module, parts, ...)`, the rest as the class's `forward`.
+        parts: Submodules whose outputs it needs, where they run.
+    """
+
+    scores: Callable[..., Scores]
+    parts: tuple[str, ...] = ()
+
+
+def reader_of(module: nn.Module) -> Reader | None:
+    """The reader of a module's class; None where there is none."""
+    if "forward" in vars(module):  # replaced in this one module
+        return None
+    forward = type(module).forward
+    return READERS.get(f"{forward.__module__}.{forward.__qualname__}".removesuffix(".forward"))
+
+
+def _heads(x: Tensor, num_heads: int) -> Tensor:
+    """(b n (h e)) -> (b h n e)"""
+    return x.unflatten(-1, (num_heads, -1)).transpose(1, 2)
+
+
+def _causal(i: int, j: int, like: Tensor) -> Tensor:
+    """As torch's kernels have it: aligned at the first query and key."""
+    return torch.ones(i, j, dtype=torch.bool, device=like.device).tril()
+
+
+def _torch(
+    m: Any,
+    parts: Parts,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_padding_mask: Tensor | None = None,
+    need_weights: bool = True,
+    attn_mask: Tensor | None = None,
+    average_attn_weights: bool = True,
+    is_causal: bool = False,
+) -> Scores:
+    """nn.MultiheadAttention; `is_causal` only hints at what `attn_mask` says.
+
+    Without a batch axis the weights get one, of size 1.
+    """
+    if query.ndim == 2:
+        query, key = query[None], key[None]
+        key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]
+    elif not m.batch_first:
+        query, key = query.transpose(0, 1), key.transpose(0, 1)
+    bias_q, bias_k, _ = (None,) * 3 if m.in_proj_bias is None else m.in_proj_bias.chunk(3)
+    if m.in_proj_weight is None:  # keys or values of another width
+        weight_q, weight_k = m.q_proj_weight, m.k_proj_weight
+    else:
+        weight_q, weight_k, _ = m.in_proj_weight.chunk(3)
+    q, k = F.linear(query, weight_q, bias_q), F.linear(key, weight_k, bias_k)
+    if m.bias_k is not None:
+        k = torch.cat([k, m.bias_k.to(k.dtype).expand(len(k), 1, -1)], 1)
+    if m.add_zero_attn:
+        k = torch.cat([k, torch.zeros_like(k[:, :1])], 1)
+    added = k.shape[1] - key.shape[1]
+    masks = [_open(mask, added) for mask in (key_padding_mask, attn_mask)]
+    if masks[0] is not None:
+        masks[0] = masks[0][:, None, None]
+    if masks[1] is not None and masks[1].ndim == 3:
+        masks[1] = masks[1].unflatten(0, (-1, m.num_heads))
+    return Scores(_heads(q, m.num_heads), _heads(k, m.num_heads), tuple(masks))
+
+
+def _open(mask: Tensor | None, added: int) -> Tensor | None:
+    """A mask where True = may not, turned to ours, with the added keys open to all."""
+    if mask is None:
+        return None
+    mask = F.pad(mask, (0, added))
+    return ~mask if mask.dtype == torch.bool else mask
+
+
+def _open_clip(m: Any, parts: Parts, x: Tensor, attn_mask: Tensor | None = None) -> Scores:
+    """open_clip's own attention, in the blocks with more norms; cosines where it has a scale."""
+    if attn_mask is not None and attn_mask.ndim == 3:
+        attn_mask = attn_mask.unflatten(0, (-1, m.num_heads))
+    masks = (_open(attn_mask, 0),)
+    if m.logit_scale is None:
+        return Scores(parts["ln_q"], parts["ln_k"], masks)
+    q, k, _ = F.linear(x, m.in_proj_weight, m.in_proj_bias).chunk(3, -1)
+    q, k = (F.normalize(_heads(part, m.num_heads), dim=-1) for part in (q, k))
+    return Scores(q * m.logit_scale.clamp(max=m.logit_scale_max).exp(), k, masks, scale=1.0)
+
+
+def _timm(
+    m: Any,
+    parts: Parts,
+    x: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+) -> Scores:
+    """Attention of timm's ViTs, and of its pooling by a learned query."""
+    q, k = parts["q_norm"], parts["k_norm"]
+    causal = _causal(q.shape[2], k.shape[2], q) if is_causal else None
+    return Scores(q, k, (attn_mask, causal), _timm_scale(m))
+
+
+def _timm_rope(
+    m: Any,
+    parts: Parts,
+    x: Tensor,
+    rope: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+) -> Scores:
+    """Attention of timm's ViTs with rotary positions, such as EVA-02 and DINOv3."""
+    plain = _timm(m, parts, x, attn_mask, is_causal)
+    q, k = plain.q, plain.k
+    if rope is not None:
+        from timm.layers import apply_rot_embed_cat
+
+        prefix, half = m.num_prefix_tokens, getattr(m, "rotate_half", False)
+        q, k = (
+            torch.cat([t[:, :, :prefix], apply_rot_embed_cat(t[:, :, prefix:], rope, half=half)], 2)
+            for t in (q, k)
+        )
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+    return Scores(q, k, plain.masks, plain.scale)
+
+
+def _timm_beit(
+    m: Any, parts: Parts, x: Tensor, shared_rel_pos_bias: Tensor | None = None
+) -> Scores:
+    """BEiT's attention, with a bias for relative positions."""
+    q, k = _timm_queries_and_keys(m, parts, x)
+    own = None if m.relative_position_bias_table is None else m._get_rel_pos_bias()
+    return Scores(q, k, (own, shared_rel_pos_bias), _timm_scale(m))
+
+
+def _timm_swin(m: Any, parts: Parts, x: Tensor, mask: Tensor | None = None) -> Scores:
+    """Attention within windows, which stand in for the batch: ((b w) h i j)."""
+    q, k = _timm_queries_and_keys(m, parts, x)
+    masks = (m._get_rel_pos_bias(), _of_windows(mask, len(q)))
+    return Scores(q, k, masks, _timm_scale(m))
+
+
+def _timm_swin_v2(m: Any, parts: Parts, x: Tensor, mask: Tensor | None = None) -> Scores:
+    """The same with cosines, and positions by a small network (arXiv 2111.09883)."""
+    q, k = (F.normalize(t, dim=-1) for t in _timm_queries_and_keys(m, parts, x))
+    table = parts["cpb_mlp"].view(-1, m.num_heads)
+    positions = 16 * torch.sigmoid(table[m.relative_position_index].permute(2, 0, 1))  # h i j
+    scale = m.logit_scale.clamp(max=LARGEST_SCALE).exp()
+    return Scores(q * scale, k, (positions, _of_windows(mask, len(q))), scale=1.0)
+
+
+LARGEST_SCALE = 4.605170185988092  # the logarithm of 100
+
+
+def _of_windows(mask: Tensor | None, count: int) -> Tensor | None:
+    """(w i j) -> ((b w) 1 i j)"""
+    return None if mask is None else mask.repeat(count // len(mask), 1, 1)[:, None]
+
+
+def _timm_queries_and_keys(m: Any, parts: Parts, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Two of (b h n e), where the projection has no norms behind it."""
+    qkv = parts.get("qkv")
+    if qkv is None:  # its weight was used without it, with a bias made of three
+        qkv = F.linear(x, m.qkv.weight, torch.cat([m.q_bias, m.k_bias, m.v_bias]))
+    q, k, _ = qkv.chunk(3, -1)
+    return _heads(q, m.num_heads), _heads(k, m.num_heads)
+
+
+def _timm_scale(m: Any) -> float | None:
+    return None if m.fused_attn else m.scale
+
+
+def _transformers(
+    m: Any,
+    parts: Parts,
+    hidden_states: Tensor,
+    attention_mask: Tensor | None = None,
+    **kwargs: Any,
+) -> Scores:
+    """Attention between the projections of transformers' encoders."""
+    kernel = m.config._attn_implementation
+    if kernel not in ("eager", "sdpa"):
+        raise ValueError(
+            f"attention implementation {kernel!r} hides its masks; call "
+            "model.set_attn_implementation('sdpa') to capture its weights"
+        )
+    num_heads = m.num_heads if hasattr(m, "num_heads") else m.num_attention_heads
+    q, k = (_heads(parts[name], num_heads) for name in ("q_proj", "k_proj"))
+    is_causal = kwargs.get("is_causal")
+    is_causal = m.is_causal if is_causal is None else is_causal
+    if is_causal and attention_mask is None and kernel == "sdpa":
+        attention_mask = _causal(q.shape[2], k.shape[2], q)
+    return Scores(q, k, (attention_mask,), m.scale if hasattr(m, "scale") else m.scaling)
+
+
+_NORMED = Reader(_timm, ("q_norm", "k_norm"))
+_ROTATED = Reader(_timm_rope, ("q_norm", "k_norm"))
+_PROJECTED = Reader(_transformers, ("q_proj", "k_proj"))
+
+READERS = {
+    "torch.nn.modules.activation.MultiheadAttention": Reader(_torch),
+    "open_clip.transformer.Attention": Reader(_open_clip, ("ln_q", "ln_k")),
+    "timm.layers.attention.Attention": _NORMED,
+    "timm.layers.attention_pool.AttentionPoolLatent": _NORMED,
+    "timm.layers.attention.AttentionRope": _ROTATED,
+    "timm.models.eva.EvaAttention": _ROTATED,
+    "timm.models.beit.Attention": Reader(_timm_beit, ("qkv",)),
+    "timm.models.swin_transformer.WindowAttention": Reader(_timm_swin, ("qkv",)),
+    "timm.models.swin_transformer_v2.WindowAttention": Reader(_timm_swin_v2, ("qkv", "cpb_mlp")),
+} | {
+    f"transformers.models.{home}.modeling_{home}.{name}Attention": _PROJECTED
+    for home, name in {
+        "clip": "CLIP",
+        "deit": "DeiT",
+        "dinov2": "Dinov2",
+        "dinov2_with_registers": "Dinov2WithRegisters",
+        "ijepa": "IJepa",
+        "siglip": "Siglip",
+        "siglip2": "Siglip2",
+        "vit": "ViT",
+        "vit_mae": "ViTMAE",
+        "vit_msn": "ViTMSN",
+    }.items()
+}
