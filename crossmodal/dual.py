@@ -15,11 +15,11 @@ from torch.nn import functional as F
 
 from crossmodal.composite import Composite
 from crossmodal.encoded import Encoded
-from crossmodal.freezing import freeze
 from crossmodal.loss import KINDS, precise
 from crossmodal.tokenizer import Tokenizer
 from crossmodal.towers import ImageTower, text_tower
 from vision.checks import check_choice
+from zoo.freezing import freeze
 from zoo.layers.check import integer, positive
 from zoo.registry import records_options, register_model
 

@@ -15,12 +15,12 @@ from einops import rearrange
 from torch import Tensor, nn
 
 import zoo
-from crossmodal import freezing
 from crossmodal.encoded import Encoded
-from crossmodal.freezing import freeze
 from crossmodal.text import TextTower
 from vision.checks import pair
+from zoo import freezing
 from zoo.card import Preprocessing
+from zoo.freezing import freeze
 
 __all__ = ["ImageTower", "freeze", "text_tower"]
 
@@ -39,7 +39,7 @@ class ImageTower(nn.Module):
             `local-dir:FOLDER`.
         img_size: Side, or rows and columns, of the images; by default the network's own.
         in_chans: Channels of the images.
-        freeze: How many blocks or stages do not train: see `crossmodal.freezing.freeze`.
+        freeze: How many blocks or stages do not train: see `zoo.freezing.freeze`.
         options: Further options of `zoo.create_model`.
 
     Attributes:

@@ -4,6 +4,8 @@ Command:
     accelerate launch recipes/train_cnn.py
     accelerate launch recipes/train_cnn.py --data emoji --epochs 20 --insert se@standard
     accelerate launch recipes/train_cnn.py --model timm:resnet18 --insert eca@post:stages=3,4
+    accelerate launch recipes/train_cnn.py --data folder:PATH --model timm:resnet18 \
+        --pretrained timm:resnet18 --freeze backbone --insert eca@post:init=identity
 
 Expected of the first: val/top1 99.3 % on the digits' held-out fifth (mean of 3 seeds, standard
 deviation 0.32, range 98.9 to 99.4) in 41 s of CPU time on one thread of an Intel Xeon, torch
@@ -20,7 +22,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -32,13 +34,19 @@ from torch import Tensor, nn
 
 import vision
 import zoo
-from vision.classify import Classification, ImageOptions
+from vision.classify import (
+    Classification,
+    ImageOptions,
+    brings_weights,
+    create_classifier,
+)
 from vision.evaluate import metrics
 from vision.insertion import Insertion
 from vision.slots import slots
 from zoo import engine
 from zoo.diagnostics import NothingCapturedError, gate_profile, gate_ranges, save_gates
 from zoo.engine.batches import move
+from zoo.freezing import freeze_by_rule
 
 
 @dataclass(frozen=True)
@@ -46,9 +54,6 @@ class Config(ImageOptions, engine.TrainOptions):
     """Trains a CNN and writes a run folder."""
 
     model: str = "resnet_micro"
-    """Name of a model, see `zoo.list_models()`, timm:NAME, torchvision:NAME or local-dir:FOLDER."""
-    pretrained: str | None = None
-    """Weights to start from: timm:NAME, torchvision:NAME, local-dir:FOLDER or file:PATH."""
     epochs: int = 10
     lr: float = 4e-3
     insert: tyro.conf.UseAppendAction[tuple[tuple[str, ...], ...]] = ()
@@ -83,11 +88,12 @@ def main(config: Config) -> None:
     run = engine.start_run(__file__, config)
     if config.insertions:  # a mistake shows before the data are read
         with torch.random.fork_rng(devices=[]):
-            build(config, pretrained=False)
+            build(config)
     data = vision.load_dataset(config.data, bad_images=config.bad_images)
     model = build(
         config,
-        pretrained=config.pretrained or False,
+        config.pretrained,
+        run.accelerator.print,
         class_names=data.class_names,
         in_chans=data.in_chans,
     )
@@ -121,20 +127,25 @@ def main(config: Config) -> None:
         evaluate_fn,
         prepare_fn=task.prepare,
         lead=mix.active,
+        head_lr=config.head_lr,
         save_model=save_model,
     )
 
 
-def build(config: Config, **more: Any) -> Any:
-    """The model, on the CPU."""
-    rate = config.drop_path_rate
-    own: dict[str, Any] = {"drop_path_rate": rate} if rate else {}  # not every network has it
-    stored = config.model.startswith("local-dir:")  # may have insertions already: these come beside
-    if config.insertions and not stored:
-        own["insertions"] = config.insertions
-    model = zoo.create_model(config.model, img_size=config.img_size, **own, **more)
-    if stored and config.insertions:
-        vision.insert(model, *config.insertions)
+def build(
+    config: Config,
+    weights: str | None = None,
+    say: Callable[[str], object] = print,
+    **more: Any,
+) -> Any:
+    """The model, on the CPU, with what does not train frozen."""
+    stored = brings_weights(config.model)  # may have insertions: these come beside
+    own = {**config.model_options, "insertions": None if stored else config.insertions or None}
+    model = create_classifier(config.model, weights, say, **own, **more)
+    added = [name for name, slot in slots(model) if len(slot)]
+    if stored:
+        added = vision.insert(model, *config.insertions) if config.insertions else []
+    freeze_by_rule(model, config.freeze, keep=added)
     return model
 
 

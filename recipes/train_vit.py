@@ -3,6 +3,8 @@
 Command:
     accelerate launch recipes/train_vit.py
     accelerate launch recipes/train_vit.py --data folder:PATH --model vit_micro_patch4_32 --epochs 5
+    accelerate launch recipes/train_vit.py --data folder:PATH --model timm:vit_tiny_patch16_224 \
+        --pretrained timm:vit_tiny_patch16_224 --freeze stages=8 --layer-decay 0.75 --head-lr 0.01
 
 Expected of the first: val/top1 98.5 % on the digits' held-out fifth (mean of 10 seeds, standard
 deviation 0.53, range 97.5 to 99.2) after 60 s on one thread of an Intel Xeon, torch 2.14.1.
@@ -18,10 +20,10 @@ import tyro
 from torch import Tensor, nn
 
 import vision
-import zoo
-from vision.classify import Classification, ImageOptions
+from vision.classify import Classification, ImageOptions, create_classifier
 from vision.evaluate import metrics
 from zoo import engine
+from zoo.freezing import freeze_by_rule
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,8 @@ class Config(ImageOptions, engine.TrainOptions):
     head_dim: int | None = None
     """Width of a head; the model's width over the number of heads by default."""
     temperature: str = "1"
-    """Divides attention scores: a number, START:END over the run (2:0.5), or learned (by head).
+    """Divides attention scores: a number (1: the model's own), START:END over the run (2:0.5),
+    or learned (by head).
     With START:END, checkpoints/best.pt was measured at its own epoch's; model/ has END's."""
 
     def __post_init__(self) -> None:
@@ -58,23 +61,25 @@ def main(config: Config) -> None:
     temperature, schedule_fn = engine.temperature_schedule(config.temperature)
     run = engine.start_run(__file__, config)
     data = vision.load_dataset(config.data, bad_images=config.bad_images)
-    own: dict[str, Any] = {key: getattr(config, key) for key in ("num_heads", "head_dim")}
-    if config.attention_options is not None:
-        own["attention_options"] = {k: spelled(v) for k, v in config.attention_options.items()}
-    model: Any = zoo.create_model(
+    kind = config.attention_options
+    model = create_classifier(
         config.model,
-        pretrained=config.pretrained or False,
+        config.pretrained,
+        run.accelerator.print,
         class_names=data.class_names,
         in_chans=data.in_chans,
-        img_size=config.img_size,
         attention=config.attention,
+        attention_options=kind and {name: spelled(value) for name, value in kind.items()},
         position=config.position,
-        temperature=temperature,
-        drop_path_rate=config.drop_path_rate,
-        **{name: value for name, value in own.items() if value is not None},
+        num_heads=config.num_heads,
+        head_dim=config.head_dim,
+        temperature=None if schedule_fn is None and temperature == 1 else temperature,
+        **config.model_options,
     )
+    freeze_by_rule(model, config.freeze)
     mix = engine.Mixing(model.num_classes, config.mixup, config.cutmix, config.seed)
     task = Classification(model, data, config, mix, config.seed)
+    task.check_smallest_batch(model, config.batch_size, run.accelerator.num_processes)
     val_loader = engine.evaluation_loader(
         run.accelerator, task.val, 2 * config.batch_size, config.workers
     )
@@ -97,6 +102,7 @@ def main(config: Config) -> None:
         prepare_fn=task.prepare,
         schedule_fn=schedule_fn,
         lead=mix.active,
+        head_lr=config.head_lr,
     )
 
 

@@ -14,20 +14,25 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import zoo
 from vision.augment import Augment
 from vision.data import ImageDataset, make_source
 from vision.evaluate import count
+from zoo.freezing import check_rule
+from zoo.layers.check import positive
 from zoo.preprocess import normalize
+from zoo.registry import FOLDERS
+from zoo.weights import apply_source, read_source
 
 
 @dataclass(frozen=True)
 class ImageOptions:
-    """Flags that the recipes for image classifiers share: what is done to images and targets."""
+    """Flags that the recipes for image classifiers share: images, targets and fine-tuning."""
 
     img_size: int | tuple[int, int] | None = None
     """Rows and columns, or one number for both; the model's own by default."""
     drop_path_rate: float = 0.0
-    """Stochastic depth, rising linearly to this at the last block."""
+    """Stochastic depth, rising linearly to this at the last block; 0 leaves the model's own."""
     label_smoothing: float = 0.1
     """Share of each target spread over all classes."""
     mixup: float = 0.2
@@ -42,8 +47,17 @@ class ImageOptions:
     """Automatic augmentation per image, by torchvision."""
     bad_images: Literal["stop", "skip"] = "stop"
     """Unreadable files: stop and name them, or skip and count them."""
+    freeze: str = "none"
+    """What does not train and stays in eval mode: none, backbone (all but the classifier: a linear
+    probe), stages=N (stem and first N stages or blocks), but-norms (all but norms and classifier),
+    but-biases (all but biases and classifier: BitFit). New modules of --insert always train."""
+    head_lr: float | None = None
+    """Peak learning rate of the classifier, which follows the same curve; --lr by default."""
 
     def __post_init__(self) -> None:
+        check_rule(self.freeze)
+        if self.head_lr is not None:
+            positive("head_lr", self.head_lr)
         if not 0 <= self.label_smoothing < 1 or not 0 <= self.drop_path_rate < 1:
             raise ValueError(
                 f"label_smoothing ({self.label_smoothing}) and drop_path_rate "
@@ -53,6 +67,38 @@ class ImageOptions:
     @property
     def augment(self) -> Augment:
         return Augment(spatial=self.spatial, hflip=self.hflip, policy=self.policy)
+
+    @property
+    def model_options(self) -> dict[str, Any]:
+        """Options of the model that differ from its own: other libraries' do not have them all."""
+        options = {"img_size": self.img_size, "drop_path_rate": self.drop_path_rate}
+        return {name: value for name, value in options.items() if value}
+
+
+def create_classifier(
+    name: str, weights: str | None, say: Callable[[str], object] = print, **options: Any
+) -> Any:
+    """`zoo.create_model`, which also says what became of every tensor of the weights.
+
+    Args:
+        name: Of the model.
+        weights: A source of `zoo.load_pretrained`; None starts from random ones.
+        say: Is given the report, as text.
+        **options: Of the model; None leaves one out.
+    """
+    options = {key: value for key, value in options.items() if value is not None}
+    if weights is not None and brings_weights(name):
+        raise ValueError(f"{name} brings its own weights; drop pretrained ({weights})")
+    model = zoo.create_model(name, **options)
+    if weights is not None:
+        source = read_source(weights)
+        say(str(apply_source(model, source, allowed=options)))  # what was asked for may differ
+    return model
+
+
+def brings_weights(name: str) -> bool:
+    """Whether a model's name is that of a folder with its weights."""
+    return name.partition(":")[0] in FOLDERS
 
 
 class Mix(Protocol):

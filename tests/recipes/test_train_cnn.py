@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -251,6 +252,100 @@ def test_kinds_that_show_no_gate_are_said_and_do_no_harm(tmp_path):
     assert summary(tmp_path / "run")["status"] == "completed"
 
 
+@pytest.fixture(scope="module")
+def halves(tmp_path_factory) -> Path:
+    """The digits 0 to 4 in one folder of images, 5 to 9 in another."""
+    root, data = tmp_path_factory.mktemp("halves"), vision.load_dataset("digits")
+    for name, split in (("train", data.train), ("val", data.val)):
+        for index, label in enumerate(split.targets.tolist()):
+            folder = root / ("first" if label < 5 else "second") / name / data.class_names[label]
+            folder.mkdir(parents=True, exist_ok=True)
+            split.image(index, 1).save(folder / f"{index}.png")
+    return root
+
+
+@pytest.fixture(scope="module")
+def first(halves) -> Path:
+    """A model of the first half."""
+    flags = [*SMALL, "--epochs", "6", "--spatial", "affine", "--hflip", "0", "--mixup", "0"]
+    flags += ["--batch-size", "64"]
+    launch(*flags, "--data", f"folder:{halves / 'first'}", "--out", halves / "run")
+    return halves / "run/model"
+
+
+def second(halves: Path) -> list[str]:
+    data = f"folder:{halves / 'second'}"
+    return [*SMALL, "--data", data, "--spatial", "none", "--hflip", "0", "--mixup", "0"]
+
+
+def test_features_of_other_classes_beat_random_ones(halves, first, tmp_path):
+    """A linear probe on five digits, over a backbone that has seen the other five, or nothing."""
+    flags = [*second(halves), "--epochs", "3", "--lr", "0.03", "--freeze", "backbone"]
+    flags += ["--batch-size", "64"]
+    launch(*flags, "--pretrained", f"local-dir:{first}", "--out", tmp_path / "trained")
+    launch(*flags, "--out", tmp_path / "random")
+    trained, random = summary(tmp_path / "trained"), summary(tmp_path / "random")
+    assert trained["trainable_params"] == random["trainable_params"] == 64 * 5 + 5
+    assert trained["metrics"]["val/top1"] > random["metrics"]["val/top1"] + 5
+
+
+def test_fine_tuning_keeps_what_is_frozen_and_resumes_bit_for_bit(halves, first, tmp_path):
+    """With new modules in frozen stages, rates by layer and of the head, and an average."""
+    flags = [
+        *second(halves), "--pretrained", f"local-dir:{first}", "--freeze", "stages=2", "--head-lr",
+        "0.02", "--layer-decay", "0.7", "--insert", "cbam@standard:stages=2", "--ema",
+        "--weight-decay", "0.5", "--checkpoint-every", "4", "--keep", "9", "--batch-size", "64",
+    ]  # fmt: skip
+    done = launch(*flags, "--out", tmp_path / "whole")
+    found = summary(tmp_path / "whole")
+    assert 0 < found["trainable_params"] < found["params"]
+    counts = f"{found['trainable_params']:,} of {found['params']:,} parameters"
+    assert f"training {counts} in" in done.stdout
+    before, after = load_file(first / "model.safetensors"), weights(tmp_path / "whole")
+    saved = torch.load(tmp_path / "whole/checkpoints/best.pt", weights_only=True)
+    frozen = [key for key in before if key.startswith(("conv1", "bn1", "layer1", "layer2"))]
+    for state in (after, saved["model"]):
+        assert all(torch.equal(state[key], before[key]) for key in frozen)
+        assert not torch.equal(state["layer3.0.conv1.weight"], before["layer3.0.conv1.weight"])
+        assert state["fc.weight"].shape == (5, 64)
+    new = [key for key in after if ".slot_standard." in key]
+    assert new
+    assert all(key.startswith("layer2.0.slot_standard") for key in new)
+    assert any("running_mean" in key and after[key].any() for key in new)
+
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    for path in (tmp_path / "cut/checkpoints").glob("*.pt"):
+        if path.name > "step_00000008.pt" or path.name == "best.pt":
+            path.unlink()  # as if killed early
+    launch(*flags, "--out", tmp_path / "cut", "--resume", "auto")
+    assert same_weights(tmp_path / "whole", tmp_path / "cut")
+    assert rows(tmp_path / "whole") == rows(tmp_path / "cut")
+    other = [*flags, "--freeze", "stages=1", "--out", tmp_path / "cut", "--resume", "auto"]
+    assert "freeze: stages=2 -> stages=1" in launch(*other, ok=False).stderr
+
+
+def test_two_processes_are_one_on_a_frozen_backbone(halves, first, tmp_path):
+    """Case E12. Frozen batch norms take no statistics, so that the result is the same to 1e-5."""
+    shared = [
+        *second(halves), "--pretrained", f"local-dir:{first}", "--freeze", "backbone", "--head-lr",
+        "0.02", "--layer-decay", "0.7", "--ema", "--mixup", "0.4",
+    ]  # fmt: skip
+    launch(*shared, "--batch-size", "128", "--out", tmp_path / "one")
+    flags = [*shared, "--batch-size", "64", "--out", tmp_path / "two"]
+    done = launch(*flags, processes=2)
+    assert done.stdout.count("of the values matched") == 1, "the report is printed once"
+    assert "take no part in the loss" not in done.stderr
+    one, two = rows(tmp_path / "one"), rows(tmp_path / "two")
+    for name in ("train/loss", "train/grad_norm", "val/loss", "val/top1"):
+        assert two[name] == pytest.approx(one[name], abs=1e-5), name
+    backbone = load_file(first / "model.safetensors")
+    trained = weights(tmp_path / "two")
+    assert [key for key in trained if not torch.equal(trained[key], backbone[key])] == [
+        "fc.bias",
+        "fc.weight",
+    ]
+
+
 BAD = [
     (["--insert", "se"], "must look like KIND@SITE"),
     (["--insert", "see@standard"], "did you mean"),
@@ -260,6 +355,7 @@ BAD = [
     (["--insert", "se@standard", "--insert", "se@standard"], "has se already"),
     (["--insert", "se@standard:rd_rati=0.5"], "rd_rati"),
     (["--insert", "eca@post:init=zero"], "init must be one of"),
+    (["--insert", "se@post", "--freeze", "stages=4"], "must be at most stages=3"),
 ]
 
 
@@ -284,5 +380,6 @@ def test_a_last_batch_of_one_is_refused_before_training(tmp_path):
 
 def test_help_lists_its_flags():
     done = launch("--help")
-    for flag in ("--insert", "--init", "--gates", "--mixup", "--model", "--pretrained", "--resume"):
+    own = ("--insert", "--init", "--gates", "--mixup", "--freeze", "--head-lr")
+    for flag in (*own, "--model", "--pretrained", "--resume"):
         assert flag in done.stdout, flag

@@ -11,8 +11,11 @@ import time
 from pathlib import Path
 
 import pytest
+import timm
 import torch
 from safetensors.torch import load_file
+
+import zoo
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["--epochs", "2", "--warmup-epochs", "1", "--batch-size", "128", "--log-every", "1"]
@@ -159,6 +162,34 @@ def test_two_processes_resume_bit_for_bit(tmp_path):
     assert len(rows(tmp_path / "cut", "val/top1")) == 2
 
 
+def test_a_timm_model_is_fine_tuned_on_two_processes_as_on_one(tmp_path):
+    """Case E12: frozen blocks, rates by layer and of the head, recomputed blocks, drop-path."""
+    torch.manual_seed(0)
+    trained = timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=7).state_dict()
+    torch.save(trained, tmp_path / "trained.pt")
+    shared = [
+        *SMALL, "--epochs", "1", "--warmup-epochs", "0", "--model", "timm:vit_tiny_patch16_224",
+        "--img-size", "32", "--pretrained", f"file:{tmp_path / 'trained.pt'}", "--freeze",
+        "stages=10", "--layer-decay", "0.7", "--head-lr", "0.01", "--grad-checkpointing",
+    ]  # fmt: skip
+    launch("train_vit.py", *shared, "--batch-size", "256", "--out", tmp_path / "one")
+    done = launch("train_vit.py", *shared, "--out", tmp_path / "two", processes=2)
+    assert done.stdout.count("of the values matched") == 1, "the report is printed once"
+    for name in ("train/loss", "val/loss"):
+        one, two = rows(tmp_path / "one", name), rows(tmp_path / "two", name)
+        assert two == pytest.approx(one, abs=1e-5), name
+    found = summary(tmp_path / "two")
+    state = load_file(tmp_path / "two/model/model.safetensors")
+    still = {key for key in state if key in trained and torch.equal(state[key], trained[key])}
+    first = ("cls_token", "pos_embed", *(f"blocks.{i}." for i in range(10)))
+    assert still == {key for key in state if key.startswith(first)} | {"patch_embed.proj.bias"}
+    learned = sum(v.numel() for k, v in state.items() if k not in still)
+    assert found["trainable_params"] == learned - state["patch_embed.proj.weight"].numel()
+    again = zoo.create_model(f"local-dir:{tmp_path / 'two/model'}")
+    assert isinstance(again, timm.models.VisionTransformer)
+    assert again.card.class_names == tuple(str(i) for i in range(10))
+
+
 def test_asking_for_two_and_getting_one_is_said(tmp_path):
     words = [
         sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2",
@@ -246,6 +277,9 @@ BAD = [
     (["--lerning-rate", "1"], "lerning-rate"),
     (["--pretrained", "local-dir:/nowhere"], "/nowhere"),
     (["--tracker", "comet_ml"], "comet_ml"),
+    (["--freeze", "stages=5"], "must be at most stages=4, the depth of VisionTransformer"),
+    (["--freeze", "head"], "none, backbone, stages=N, but-norms, but-biases"),
+    (["--model", "timm:vit_tiny_patch16_224", "--attention", "window"], "attention"),
 ]
 
 
@@ -259,7 +293,7 @@ def test_a_mistake_is_named_and_leaves_nothing_behind(tmp_path, flags, named):
 
 FLAGS = """--model --data --out --epochs --batch-size --lr --weight-decay --warmup-epochs --seed
     --resume --pretrained --ema --grad-accumulation --grad-checkpointing --compile --workers
-    --tracker"""
+    --tracker --freeze --layer-decay --head-lr"""
 
 
 def test_help_lists_the_shared_flags_and_is_quick():

@@ -9,7 +9,13 @@ import torch
 
 import vision
 import zoo
-from vision.classify import Classification, ImageOptions, smallest_batch
+from vision.classify import (
+    Classification,
+    ImageOptions,
+    brings_weights,
+    create_classifier,
+    smallest_batch,
+)
 from vision.evaluate import count
 from zoo.engine import BatchPlan, Mixing
 from zoo.preprocess import normalize
@@ -58,6 +64,49 @@ def test_batches_become_inputs_counts_and_mixed_targets(model):
 def test_shares_must_be_shares(field, value):
     with pytest.raises(ValueError, match=field):
         ImageOptions(**{field: value})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"freeze": "stage=2"}, r"freeze 'stage=2' must be one of none, backbone, stages=N, but-"),
+        ({"head_lr": 0.0}, r"head_lr \(0.0\) must be positive"),
+    ],
+)
+def test_wrong_options_of_fine_tuning_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        ImageOptions(**options)
+
+
+def test_a_host_is_given_only_what_differs_from_its_own():
+    assert ImageOptions().model_options == {}
+    found = ImageOptions(img_size=(8, 16), drop_path_rate=0.1).model_options
+    assert found == {"img_size": (8, 16), "drop_path_rate": 0.1}
+
+
+def test_weights_are_loaded_and_accounted_for(tmp_path):
+    source = zoo.create_model("resnet_micro", num_classes=3)
+    torch.save(source.state_dict(), tmp_path / "weights.pt")
+    said: list[str] = []
+    weights = f"file:{tmp_path / 'weights.pt'}"
+    found = create_classifier("resnet_micro", weights, said.append, num_classes=4, img_size=None)
+    assert torch.equal(found.conv1.weight, source.conv1.weight)
+    assert found.num_classes == 4
+    assert len(said) == 1
+    assert "3 classes in the source, 4 here" in said[0]
+    create_classifier("resnet_micro", None, said.append)
+    assert len(said) == 1
+
+
+def test_a_model_with_weights_takes_no_others(tmp_path):
+    zoo.save_pretrained(zoo.create_model("resnet_micro"), tmp_path / "model")
+    name = f"local-dir:{tmp_path / 'model'}"
+    with pytest.raises(ValueError, match=r"brings its own weights; drop pretrained \(file:x\)"):
+        create_classifier(name, "file:x")
+    assert brings_weights(name)
+    assert brings_weights("hf-hub:owner/name")
+    assert not brings_weights("timm:resnet18")
+    assert not brings_weights("resnet18")
 
 
 def test_options_become_augmentation():

@@ -111,6 +111,7 @@ def fit(
     schedule_fn: ScheduleFn | None = None,
     after_update: AfterFn | None = None,
     lead: bool = False,
+    head_lr: float | None = None,
     best: str = "val/top1",
     save_model: Callable[[nn.Module, Any], Any] | None = None,
 ) -> dict[str, Any]:
@@ -130,6 +131,7 @@ def fit(
         after_update: `(bare model, step)` after each update, on every process: for bounds on
             parameters, and for looking inside. Steps count from 1.
         lead: Batches start with the sample before them (for `Mixing`).
+        head_lr: Peak learning rate of the classifier; that of the options by default.
         best: Metric whose highest value marks the best checkpoint.
         save_model: `(model, folder)` writes the trained model; `zoo.save_pretrained` by default.
 
@@ -137,7 +139,9 @@ def fit(
         NonFiniteError: NaN or infinity in the loss or the gradient.
         SystemExit: 130 after Ctrl-C, 143 after SIGTERM; everything is saved.
     """
-    training = _prepare(run, model, step_fn, source, prepare_fn, schedule_fn, after_update, lead)
+    training = _prepare(
+        run, model, step_fn, source, prepare_fn, schedule_fn, after_update, lead, head_lr
+    )
     training.progress.say(_opening(training))
     try:
         with run.signals():
@@ -168,7 +172,15 @@ def _opening(training: Training) -> str:
     if position.step == training.total:
         return f"{run.folder} is complete; nothing is left to train"
     where = f" from step {position.step} of {training.total}" if position.step else ""
-    return f"{'resuming' if position.step else 'training'} in {run.folder}{where}"
+    trainable, params = trainable_parameters(training.model)
+    part = f" {trainable:,} of {params:,} parameters" if trainable < params else ""
+    return f"{'resuming' if position.step else 'training'}{part} in {run.folder}{where}"
+
+
+def trainable_parameters(model: nn.Module) -> tuple[int, int]:
+    """How many parameters learn, and how many there are."""
+    sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
+    return sum(size for size, learns in sizes if learns), sum(size for size, _ in sizes)
 
 
 def _closing(training: Training, best: str) -> str:
@@ -191,6 +203,7 @@ def _prepare(
     schedule_fn: ScheduleFn | None,
     after_update: AfterFn | None,
     lead: bool,
+    head_lr: float | None,
 ) -> Training:
     """Puts the parts together and restores the checkpoint of a resumed run."""
     options, accelerator = run.options, run.accelerator
@@ -213,8 +226,8 @@ def _prepare(
     )
     model.to(accelerator.device).train()
     if options.grad_checkpointing:
-        model.set_grad_checkpointing(True)  # type: ignore[operator]
-    optimizer = adamw(model, options.lr, options.weight_decay, options.layer_decay)
+        _checkpoint_blocks(model, options.model)
+    optimizer = adamw(model, options.lr, options.weight_decay, options.layer_decay, head_lr=head_lr)
     ema = EMA(model, options.ema_decay) if options.ema else None
     _seed(options.seed, accelerator.process_index)
     _allow_unused(run, _unused_parameters(run, model, step_fn, source, prepare, lead))
@@ -246,6 +259,15 @@ def _prepare(
     )
     _follow_schedule(training, max(0, position.step - 1))  # an evaluation may come first
     return training
+
+
+def _checkpoint_blocks(model: Any, name: str) -> None:
+    try:
+        model.set_grad_checkpointing(True)
+    except (AttributeError, AssertionError) as error:  # torchvision's; some of timm's
+        raise ValueError(
+            f"{name} has no gradient checkpointing: drop grad_checkpointing"
+        ) from error
 
 
 def _seed(seed: int, rank: int) -> None:
@@ -607,6 +629,7 @@ def _restore(
 def _summarize(training: Training, status: str, best: str) -> dict[str, Any]:
     """Writes summary.json and returns its content."""
     run, position = training.run, training.position
+    trainable, params = trainable_parameters(training.model)
     summary = {
         "recipe": run.recipe,
         "model": run.options.model,
@@ -614,7 +637,8 @@ def _summarize(training: Training, status: str, best: str) -> dict[str, Any]:
         "seed": run.options.seed,
         "epochs": position.epoch,
         "steps": position.step,
-        "params": sum(p.numel() for p in training.model.parameters()),
+        "params": params,
+        "trainable_params": trainable,
         "samples_per_second": _speed(position),
         "wall_seconds": training.wall_seconds(),
         "status": status,

@@ -4,32 +4,41 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
+from zoo.depth import layer_indices
+from zoo.freezing import classifier_parameters
+
 
 def parameter_groups(
-    model: nn.Module, weight_decay: float, layer_decay: float | None = None
+    model: nn.Module,
+    weight_decay: float,
+    layer_decay: float | None = None,
+    head_scale: float = 1.0,
 ) -> list[dict[str, Any]]:
     """Groups trainable parameters by weight decay and learning-rate scale.
 
-    No decay for vectors (norms, biases, LayerScale) and for the names in the model's
+    No decay for vectors (norms, biases, LayerScale) and for the names, or wildcards, in the model's
     `no_weight_decay()` (positions, tokens). With `layer_decay` a parameter of layer l of L learns
-    at `layer_decay ** (L - l)` of the rate (ELECTRA, arXiv 2003.10555; BEiT, 2106.08254), where the
-    model tells its `num_layers` and `layer_index(name)`.
+    at `layer_decay ** (L - l)` of the rate (ELECTRA, arXiv 2003.10555; BEiT, 2106.08254), by
+    `zoo.depth.layer_indices`. The classifier learns at `head_scale` of it.
 
     Raises:
-        ValueError: nothing is trainable, or the model does not tell its layers.
+        ValueError: nothing is trainable, or the model does not tell its layers, or its head.
     """
     skip = set(getattr(model, "no_weight_decay", set)())
+    scales = _lr_scales(model, layer_decay, head_scale)
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, param in model.named_parameters():
         if param.requires_grad:
-            decay = 0.0 if param.ndim <= 1 or name in skip else weight_decay
-            groups.setdefault((decay, _lr_scale(model, name, layer_decay)), []).append(param)
+            exempt = param.ndim <= 1 or any(fnmatchcase(name, pattern) for pattern in skip)
+            key = (0.0 if exempt else weight_decay, scales.get(name, 1.0))
+            groups.setdefault(key, []).append(param)
     if not groups:
         raise ValueError(f"{type(model).__name__} has no trainable parameter")
     return [
@@ -38,15 +47,17 @@ def parameter_groups(
     ]
 
 
-def _lr_scale(model: nn.Module, name: str, layer_decay: float | None) -> float:
-    if layer_decay is None:
-        return 1.0
-    if not hasattr(model, "layer_index"):
-        raise ValueError(
-            f"layer_decay needs a model that tells its layers: {type(model).__name__} has no "
-            "layer_index(name) and num_layers"
-        )
-    return layer_decay ** (model.num_layers - model.layer_index(name))  # type: ignore[operator]
+def _lr_scales(model: nn.Module, layer_decay: float | None, head_scale: float) -> dict[str, float]:
+    """Factors on the learning rate by name; 1 for those left out."""
+    scales: dict[str, float] = {}
+    if layer_decay is not None:
+        layers, last = layer_indices(model)
+        scales = {name: layer_decay ** (last - layer) for name, layer in layers.items()}
+    if head_scale != 1:
+        head = {id(param) for param in classifier_parameters(model)}
+        own = (name for name, param in model.named_parameters() if id(param) in head)
+        scales |= dict.fromkeys(own, head_scale)
+    return scales
 
 
 def adamw(
@@ -55,9 +66,18 @@ def adamw(
     weight_decay: float = 0.05,
     layer_decay: float | None = None,
     betas: tuple[float, float] = (0.9, 0.999),
+    head_lr: float | None = None,
 ) -> torch.optim.AdamW:
-    """AdamW (arXiv 1711.05101) over `parameter_groups`, with torch's fused kernel."""
-    groups = parameter_groups(model, weight_decay, layer_decay)
+    """AdamW (arXiv 1711.05101) over `parameter_groups`, with torch's fused kernel.
+
+    `head_lr` is the classifier's rate, where it differs.
+    """
+    if head_lr is not None and lr == 0:
+        raise ValueError(
+            f"head_lr ({head_lr}) is a multiple of lr, which is 0; freeze the rest instead"
+        )
+    head_scale = 1.0 if head_lr is None else head_lr / lr
+    groups = parameter_groups(model, weight_decay, layer_decay, head_scale)
     for group in groups:
         group["lr"] = lr * group["lr_scale"]
     device = groups[0]["params"][0].device.type

@@ -14,7 +14,8 @@ class TrainOptions:
     """Shared flags; a recipe's `Config` inherits them and adds its own."""
 
     model: str = "vit_micro_patch2_8"
-    """Name of a model, see `zoo.list_models()`, or local-dir:FOLDER."""
+    """Name of a model, see `zoo.list_models()`; timm:NAME, torchvision:NAME, open_clip:ARCH; or
+    local-dir:FOLDER, hf-hub:OWNER/REPO, which bring their weights."""
     data: str = "digits"
     """digits (scikit-learn's 1,797 images of 8x8), emoji (1,636 drawings of 32x32, 8 categories) or
     folder:PATH (PATH/train, PATH/val)."""
@@ -23,7 +24,8 @@ class TrainOptions:
     resume: str | None = None
     """auto: continue the run in --out, or start it there; or the path of a run or a checkpoint."""
     pretrained: str | None = None
-    """Weights to start from: local-dir:FOLDER or file:PATH."""
+    """Weights to start from: timm:NAME, torchvision:NAME, open_clip:ARCH/TAG, hf-hub:OWNER/REPO,
+    file:PATH, local-dir:FOLDER, url:ADDRESS#sha256=HEX."""
     epochs: int = 10
     """Passes over the training images."""
     batch_size: int = 64
@@ -39,7 +41,7 @@ class TrainOptions:
     weight_decay: float = 0.05
     """AdamW's decay; none on norms, biases and positions."""
     layer_decay: float | None = None
-    """Factor on the learning rate per layer below the head, such as 0.75."""
+    """Factor on the learning rate per block below the head, such as 0.75."""
     clip_grad: float | None = 1.0
     """Largest norm of the gradient of an update; None does not clip."""
     ema: bool = False

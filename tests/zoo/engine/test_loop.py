@@ -10,10 +10,12 @@ from torch import nn
 
 from zoo.engine import loop
 from zoo.engine.checkpoint import load_checkpoint
-from zoo.engine.loop import NonFiniteError, fit
+from zoo.engine.loop import NonFiniteError, fit, trainable_parameters
+from zoo.engine.optim import adamw
 from zoo.engine.options import TrainOptions
 from zoo.engine.run import start_run
 from zoo.engine.tracking import read_rows
+from zoo.freezing import freeze_by_rule
 
 N = 26
 X = torch.randn(N, 6, generator=torch.Generator().manual_seed(0))
@@ -371,3 +373,77 @@ def test_rows_of_an_epoch_that_will_be_evaluated_again_are_dropped(tmp_path):
     Tracking(run.accelerator, run.folder, step=7, epoch=0)
     assert rows(run, "train/loss") == [1.0]
     assert rows(run, "val/top1") == []
+
+
+class Probe(nn.Module):
+    """A body to freeze, and a classifier."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.Sequential(nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8)), nn.Sigmoid())
+        self.drop = nn.Dropout(0.3)
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.drop(self.blocks(x)))
+
+    def get_classifier(self) -> nn.Module:
+        return self.head
+
+
+@pytest.mark.parametrize("ema", [False, True])
+def test_what_is_frozen_stays_bit_for_bit_and_is_saved(tmp_path, ema, capsys):
+    """Weights under decay, running statistics and their average; the count is told and kept."""
+    model = Probe()
+    freeze_by_rule(model, "backbone")
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    opts = options(tmp_path, weight_decay=0.5, ema=ema)
+    run, _, summary = train(opts, model=model)
+    assert (summary["trainable_params"], summary["params"]) == (9, 9 + 7 * 8 + 16)
+    assert "training 9 of 81 parameters in" in capsys.readouterr().out
+    stored = load_checkpoint(sorted((run.folder / "checkpoints").glob("step*"))[-1])
+    states = [model.state_dict(), torch.load(run.folder / "model/weights.pt"), stored["model"]]
+    if ema:
+        average = {key.removeprefix("module."): value for key, value in stored["ema"].items()}
+        states.append(average)
+    for state in states:
+        changed = {key for key in before if not torch.equal(state[key], before[key])}
+        assert changed == {"head.weight", "head.bias"}
+
+
+def test_everything_that_learns_is_not_counted_aloud(tmp_path, capsys):
+    _, model, summary = train(options(tmp_path, epochs=1))
+    assert summary["trainable_params"] == summary["params"] == 81
+    assert trainable_parameters(model) == (81, 81)
+    assert " parameters in" not in capsys.readouterr().out
+
+
+def test_the_rate_of_the_head_follows_the_same_curve(tmp_path, monkeypatch):
+    """Warm-up and cosine; the metrics tell the rate of the rest."""
+    optimizers, rates, model = [], [], Probe()
+
+    def watched(*args, **kwargs):
+        optimizers.append(adamw(*args, **kwargs))
+        return optimizers[-1]
+
+    def after_update(bare, step):
+        head = model.head.weight
+        for group in optimizers[0].param_groups:
+            if any(p is head for p in group["params"]):
+                rates.append(group["lr"])
+
+    monkeypatch.setattr(loop, "adamw", watched)
+    run = start_run("recipes/toy.py", options(tmp_path))
+    hooks = {"after_update": after_update, "save_model": save_model}
+    fit(run, model, step_fn, Points(), evaluate_fn, head_lr=0.05, **hooks)
+    rest = rows(run, "train/lr")
+    assert len(rates) == len(rest) == 21
+    assert max(rest) == 0.01
+    assert rates == pytest.approx([5 * rate for rate in rest])
+
+
+def test_a_model_without_gradient_checkpointing_is_said(tmp_path):
+    with pytest.raises(ValueError, match="toy has no gradient checkpointing: drop grad_check"):
+        train(options(tmp_path, grad_checkpointing=True, model="toy"))
+    assert not (tmp_path / "run").exists()

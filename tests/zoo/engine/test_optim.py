@@ -3,9 +3,12 @@ from __future__ import annotations
 import copy
 
 import pytest
+import timm
 import torch
+from timm.optim import param_groups_layer_decay
 from torch import nn
 
+import zoo
 from zoo.engine.optim import EMA, adamw, parameter_groups, set_lr, warmup_cosine
 
 
@@ -60,6 +63,50 @@ def test_layer_decay_needs_a_model_that_tells_its_layers():
         parameter_groups(nn.Linear(2, 2), 0.1, layer_decay=0.5)
     with pytest.raises(ValueError, match="no trainable parameter"):
         parameter_groups(nn.ReLU(), 0.1)
+
+
+HOSTS = ["vit_tiny_patch16_224", "tf_efficientnet_lite0", "convnext_atto", "xcit_nano_12_p16_224"]
+
+
+@pytest.mark.parametrize("name", HOSTS)
+def test_groups_of_timm_models_are_timms(name):
+    with torch.device("meta"):
+        model = timm.create_model(name, num_classes=5)
+    skip = model.no_weight_decay() if hasattr(model, "no_weight_decay") else ()
+    theirs = param_groups_layer_decay(model, 0.05, skip, layer_decay=0.75)
+    assert describe(model, parameter_groups(model, 0.05, layer_decay=0.75)) == describe(
+        model, theirs
+    )
+
+
+def test_the_classifier_has_a_rate_of_its_own():
+    model = zoo.create_model("vit_micro_patch4_32", num_classes=3)
+    without = describe(model, parameter_groups(model, 0.1, layer_decay=0.5))
+    found = describe(model, parameter_groups(model, 0.1, layer_decay=0.5, head_scale=7.0))
+    assert found.pop("head.weight") == (0.1, 7.0)
+    assert found.pop("head.bias") == (0.0, 7.0)
+    assert found == {name: without[name] for name in found}
+    optimizer = adamw(model, lr=0.1, layer_decay=0.5, head_lr=0.7)
+    set_lr(optimizer.param_groups, 0.05)  # half way down the curve
+    rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
+    assert rates[id(model.head.bias)] == pytest.approx(0.35)
+    assert rates[id(model.fc_norm.bias)] == pytest.approx(0.05)
+    assert rates[id(model.patch_embed.proj.weight)] == pytest.approx(0.05 / 2**5)
+
+
+def test_two_classifiers_of_a_distilled_model_share_that_rate():
+    with torch.device("meta"):
+        model = timm.create_model("deit_tiny_distilled_patch16_224", num_classes=3)
+    found = describe(model, parameter_groups(model, 0.1, head_scale=2.0))
+    fast = {name for name, (_, scale) in found.items() if scale == 2}
+    assert fast == {"head.weight", "head.bias", "head_dist.weight", "head_dist.bias"}
+
+
+def test_a_rate_of_the_head_needs_a_head_and_a_rate():
+    with pytest.raises(ValueError, match=r"Linear has no get_classifier\(\)"):
+        adamw(nn.Linear(2, 2), lr=0.1, head_lr=1.0)
+    with pytest.raises(ValueError, match=r"head_lr \(1.0\) is a multiple of lr, which is 0"):
+        adamw(Tiny(), lr=0.0, head_lr=1.0)
 
 
 @pytest.mark.parametrize(

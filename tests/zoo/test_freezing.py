@@ -7,12 +7,15 @@ import pickle
 from typing import Any
 
 import pytest
+import timm
 import torch
 from torch import nn
 from torchvision.models import get_model
 
-from crossmodal.freezing import freeze, parts
+import vision
+import zoo
 from crossmodal.towers import ImageTower, text_tower
+from zoo.freezing import RULES, check_rule, classifier_parameters, freeze, freeze_by_rule, parts
 
 TINY_VIT = {"layers": 2, "width": 32, "head_width": 16, "patch_size": 8, "embed_dim": 24}
 TINY_RESNET = {"layers": [1, 1, 1, 1], "width": 8, "head_width": 16, "embed_dim": 24}
@@ -227,3 +230,204 @@ def test_a_network_whose_blocks_have_no_names_is_refused() -> None:
     bag = text_tower("text_bag", tokenizer="bytes")
     with pytest.raises(ValueError, match=r"blocks \(1\) must be at most 0, the depth"):
         freeze(bag, 1)
+
+
+# --- rules of fine-tuning --------------------------------------------------------------------
+
+HOSTS: list[tuple[str, dict[str, Any]]] = [
+    ("vit_micro_patch4_32", {"drop_path_rate": 0.3, "proj_drop_rate": 0.3}),
+    ("resnet_micro", {"drop_path_rate": 0.3}),
+    ("timm:vit_tiny_patch16_224", {"depth": 2, "img_size": 32, "proj_drop_rate": 0.3}),
+    ("timm:mobilenetv3_small_050", {"img_size": 32}),
+    ("timm:convnext_atto", {"img_size": 64}),
+    ("torchvision:resnet18", {"img_size": 32}),
+    ("open_clip:ViT-B-32", {**TINY_VIT, "img_size": 32}),
+]
+IDS = [name for name, _ in HOSTS]
+NORMS = (nn.BatchNorm2d, nn.LayerNorm, nn.GroupNorm)
+
+
+def classifier(name: str, **options: Any) -> Any:
+    torch.manual_seed(0)
+    return zoo.create_model(name, num_classes=5, **options)
+
+
+def head_of(model: Any) -> str:
+    return next(name for name, module in model.named_modules() if module is model.get_classifier())
+
+
+def learning(model: nn.Module) -> set[str]:
+    return {name for name, p in model.named_parameters() if p.requires_grad}
+
+
+def moved(model: Any, weight_decay: float = 0.5) -> set[str]:
+    """Keys that change in two updates with weight decay, in training mode."""
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    optimizer = zoo.engine.adamw(model, 0.1, weight_decay)
+    for _ in range(2):
+        model.eval()  # as an evaluation in between does
+        model.train()
+        images = torch.randn(3, 3, *model.card.preprocessing.size)
+        nn.functional.cross_entropy(model(images), torch.tensor([0, 1, 2])).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {key for key, value in model.state_dict().items() if not torch.equal(value, before[key])}
+
+
+@pytest.mark.parametrize(("name", "options"), HOSTS, ids=IDS)
+def test_a_linear_probe_moves_the_classifier_and_nothing_else(name: str, options: Any) -> None:
+    model = classifier(name, **options)
+    freeze_by_rule(model, "backbone")
+    head = head_of(model)
+    expected = {f"{head}.weight", f"{head}.bias"}
+    assert learning(model) == expected
+    assert moved(model) == expected
+    assert model.training
+    assert model.get_classifier().training
+    x = torch.randn(2, 3, *model.card.preprocessing.size)
+    assert torch.equal(model(x), model(x)), "no dropout, no statistics of the batch"
+    kept: list[torch.Tensor] = []
+    model.get_classifier().register_forward_pre_hook(lambda module, args: kept.append(args[0]))
+    model(x)
+    assert not kept[0].requires_grad, "no graph is kept for what is frozen"
+    assert model(x).requires_grad
+
+
+@pytest.mark.parametrize(("name", "options"), HOSTS, ids=IDS)
+def test_but_norms_moves_norms_their_statistics_and_the_classifier(name: str, options: Any) -> None:
+    model = classifier(name, **options)
+    norms = {n for n, m in model.named_modules() if isinstance(m, NORMS)}
+    freeze_by_rule(model, "but-norms")
+    allowed = norms | {head_of(model)}
+    assert {key.rpartition(".")[0] for key in learning(model)} == allowed
+    changed = {key.rpartition(".")[0] for key in moved(model)}
+    assert changed <= allowed
+    assert {n for n in norms if isinstance(model.get_submodule(n), nn.BatchNorm2d)} <= changed
+    other = {n for n, m in model.named_modules() if isinstance(m, nn.Dropout) and m.training}
+    assert not other
+
+
+@pytest.mark.parametrize(("name", "options"), HOSTS, ids=IDS)
+def test_but_biases_moves_biases_and_the_classifier(name: str, options: Any) -> None:
+    """BitFit: the statistics of norms stay."""
+    model = classifier(name, **options)
+    freeze_by_rule(model, "but-biases")
+    head = head_of(model)
+    own = {key for key in learning(model) if not key.startswith(f"{head}.")}
+    assert own
+    assert all(key.endswith("bias") for key in own)
+    changed = {key for key in moved(model) if not key.startswith(f"{head}.")}
+    assert changed <= own
+    assert len(changed) > len(own) / 2
+    modes = {n for n, m in model.named_modules() if m.training} - {"", head}
+    assert not modes
+
+
+@pytest.mark.parametrize(("name", "options"), HOSTS, ids=IDS)
+def test_stages_freezes_what_freeze_does(name: str, options: Any) -> None:
+    model, other = classifier(name, **options), classifier(name, **options)
+    freeze_by_rule(model, "stages=2")
+    freeze(other, 2)
+    assert learning(model) == learning(other)
+    assert {n for n, m in model.train().named_modules() if m.training} == {
+        n for n, m in other.train().named_modules() if m.training
+    }
+    assert moved(model) <= set(learning(model)) | {
+        key for key in model.state_dict() if "running" in key or "tracked" in key
+    }
+
+
+@pytest.mark.parametrize("rule", ["backbone", "stages=3", "but-norms", "but-biases"])
+@pytest.mark.parametrize("name", ["resnet_micro", "timm:mobilenetv3_small_050"])
+def test_what_is_inserted_trains_in_a_frozen_host(name: str, rule: str) -> None:
+    """Its batch norms count and its gates learn; the block around it stays."""
+    plain = classifier(name, img_size=32)
+    freeze_by_rule(plain, rule)
+    model = classifier(name, img_size=32)
+    added = vision.insert(model, "cbam@standard:stages=2", "eca@post:stages=2,init=identity")
+    freeze_by_rule(model, rule, keep=added)
+    inside = {key for key in model.state_dict() if any(key.startswith(f"{n}.") for n in added)}
+    parameters = {key for key, _ in model.named_parameters()}
+    assert learning(model) == learning(plain) | (inside & parameters)
+    model.train()
+    for slot in added:
+        assert all(m.training for m in model.get_submodule(slot).modules())
+    changed = moved(model)
+    assert any("running_mean" in key for key in inside & changed)
+    blocks = {key for key in changed - inside if key.startswith(("layer2", "blocks.1"))}
+    if rule in ("backbone", "stages=3"):
+        assert not blocks
+
+
+def test_dropout_of_a_head_module_stays_on_above_frozen_stages() -> None:
+    model = timm.create_model("regnetx_002", num_classes=5, drop_rate=0.5)
+    freeze_by_rule(model, "stages=4")
+    model.train()
+    assert model.head.drop.training
+    assert not model.final_conv.training
+    assert learning(model) == {"head.fc.weight", "head.fc.bias"}
+
+
+@pytest.mark.parametrize("name", ["resnet_micro", "vit_micro_patch4_32", "timm:resnet10t"])
+@pytest.mark.parametrize("rule", ["stages=1", "stages=2", "backbone", "but-norms", "but-biases"])
+def test_gradient_checkpointing_with_frozen_parts_gives_the_same_gradients(
+    name: str, rule: str
+) -> None:
+    grads = []
+    for checkpointing in (False, True):
+        model = classifier(name, img_size=32)
+        freeze_by_rule(model, rule)
+        model.train().set_grad_checkpointing(checkpointing)
+        x = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+        model(x).square().mean().backward()
+        grads.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+        assert grads[-1].keys() == learning(model)
+    for key, value in grads[0].items():
+        torch.testing.assert_close(grads[1][key], value, msg=key)
+
+
+def test_a_copy_is_frozen_by_the_same_rule() -> None:
+    model = classifier("resnet_micro")
+    added = vision.insert(model, "se@standard:stages=1")
+    freeze_by_rule(model, "but-norms", keep=added)
+    other = copy.deepcopy(model)
+    model.train(False)
+    other.train()
+    modes = {n for n, m in other.named_modules() if m.training}
+    assert modes == {n for n, m in model.train().named_modules() if m.training}
+    assert "layer1.0.bn1" in modes
+    assert not {"layer1", "layer1.0", "layer1.0.conv1", "head_drop"} & modes
+
+
+def test_both_classifiers_of_a_distilled_model_train() -> None:
+    with torch.device("meta"):
+        model = timm.create_model("deit_tiny_distilled_patch16_224", num_classes=3)
+    freeze_by_rule(model, "backbone")
+    assert learning(model) == {
+        f"{n}.{k}" for n in ("head", "head_dist") for k in ("weight", "bias")
+    }
+    assert len(classifier_parameters(model)) == 4
+
+
+def test_none_freezes_nothing_and_asks_for_nothing() -> None:
+    plain = nn.Linear(2, 2)
+    freeze_by_rule(plain, "none")
+    assert plain.weight.requires_grad
+
+
+@pytest.mark.parametrize(
+    "rule", ["", "stages", "stages=N", "stages=0", "stages=-1", "norms", "all"]
+)
+def test_an_unknown_rule_is_refused_with_the_known_ones(rule: str) -> None:
+    with pytest.raises(ValueError, match=f"freeze '{rule}' must be one of {', '.join(RULES)}"):
+        check_rule(rule)
+
+
+def test_rules_that_a_model_cannot_follow_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"'stages=4' must be at most stages=3, the depth of Res"):
+        freeze_by_rule(classifier("resnet_micro"), "stages=4")
+    with pytest.raises(ValueError, match=r"Linear has no get_classifier"):
+        freeze_by_rule(nn.Linear(2, 2), "backbone")
+    plain = timm.create_model("vgg11", num_classes=3)
+    with pytest.raises(ValueError, match=r"'but-norms': VGG has no norms before its classifier"):
+        freeze_by_rule(plain, "but-norms")
