@@ -10,17 +10,13 @@ import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from zoo.diagnostics.plotting import figure_class
+from zoo.diagnostics.plotting import COLOURS, blend, enlarged, figure_class
 
 if TYPE_CHECKING:
     from crossmodal.looks import Look
 
-COLOURS = "inferno"
-SIDE = 160  # pixels to which small images are enlarged
 PANEL = 1.5  # inches, of a square one; others have its area
 PER_LINE = 8  # words; of wide images fewer
 
@@ -79,7 +75,7 @@ def _image(axes: Any, image: Tensor, caption: str, remark: str) -> None:
     axes.set(xticks=[], yticks=[])
     for spine in axes.spines.values():
         spine.set_visible(False)
-    axes.imshow(_enlarged(image).numpy())
+    axes.imshow(enlarged(image).numpy())
     axes.set_title(
         textwrap.fill(_cut(caption, 80), 20), fontsize=9, weight="bold", parse_math=False
     )
@@ -88,22 +84,3 @@ def _image(axes: Any, image: Tensor, caption: str, remark: str) -> None:
 
 def _cut(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[: most - 3]}..."
-
-
-def _enlarged(image: Tensor) -> Tensor:
-    """uint8 (c y x) -> [0, 1] (y x 3), each pixel of a small image as a square"""
-    times = math.ceil(SIDE / max(image.shape[1:]))
-    rgb = image.float().div(255).expand(3, -1, -1)
-    return rgb.repeat_interleave(times, 1).repeat_interleave(times, 2).permute(1, 2, 0)
-
-
-def blend(image: Tensor, weights: Tensor, scale: Any, smooth: bool = True) -> Any:
-    """The image in grey, uint8 (c y x), under the colours of weights (rows columns) -> (y x 3)
-
-    Small images come out enlarged by a whole number; `scale` is matplotlib's, number -> colour.
-    """
-    grey = _enlarged(image).mean(-1, keepdim=True)
-    mode = {"mode": "bilinear", "align_corners": False} if smooth else {"mode": "nearest-exact"}
-    at_pixels = F.interpolate(weights[None, None].float(), grey.shape[:2], **mode)[0, 0]
-    colours = torch.from_numpy(scale.to_rgba(at_pixels.numpy())[..., :3])
-    return (0.4 * grey + 0.6 * colours).numpy()

@@ -3,15 +3,19 @@
 Command:
     accelerate launch recipes/evaluate.py --model runs/NAME
     accelerate launch recipes/evaluate.py --model local-dir:FOLDER --data folder:PATH --out r.json
+    accelerate launch recipes/evaluate.py --model timm:resnet50 --data folder:IMAGENET
+    accelerate launch recipes/evaluate.py --model timm:resnet50 --pretrained file:weights.pth \\
+        --class-names imagenet-1k --data folder:PATH
 
 The first evaluates a run on its own data. Every image counts once, on any number of processes.
+Classes are found by name: where data given by --data has some of those that the model knows, only
+the outputs of these compete, and this is said.
 """
 
 from __future__ import annotations
 
-import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,11 +23,13 @@ import tyro
 from torch import Tensor, nn
 
 import vision
-import zoo
+from vision.class_names import Matched, data_classes, match_classes, read_class_names
+from vision.data import ImageDataset
 from vision.evaluate import class_rows, count, interval, metrics
+from vision.predict import check_classifier, logits_of
 from zoo import engine
 from zoo.engine.tracking import write_json
-from zoo.preprocess import normalize
+from zoo.run_folder import find_trained
 
 
 @dataclass(frozen=True)
@@ -31,7 +37,14 @@ class Config:
     """Evaluates a model on the validation images of a data set."""
 
     model: str
-    """A run folder, or local-dir:FOLDER as zoo.save_pretrained writes it."""
+    """A run folder, local-dir:FOLDER as zoo.save_pretrained writes it, hf-hub:OWNER/REPO,
+    timm:NAME, torchvision:NAME, or a model of zoo.list_models()."""
+    pretrained: str | None = None
+    """Other weights for a model that is named: file:, timm:, hf-hub:, ..., see
+    zoo.load_pretrained."""
+    class_names: str | None = None
+    """Names of the model's outputs, where its weights bring none: a text file, one a line, or
+    imagenet-1k."""
     data: str | None = None
     """digits, emoji or folder:PATH; by default the data of the run."""
     batch_size: int = 128
@@ -47,37 +60,41 @@ class Config:
 def main(config: Config) -> dict[str, Any]:
     from accelerate import Accelerator
 
-    source, data_spec = resolve(config)
+    found = find_trained(config.model, config.pretrained)
+    spec = config.data or found.flags.get("data")
+    if spec is None:
+        raise ValueError(f"--data is needed with --model {config.model}")
     accelerator = Accelerator()
-    model: Any = zoo.create_model(source).to(accelerator.device)
-    data = vision.load_dataset(
-        data_spec,
-        bad_images=config.bad_images,
-        class_names=model.card.class_names,
-        splits=("val",),
-    )
-    if model.num_classes != len(data.class_names):
-        raise ValueError(
-            f"{source} has {model.num_classes} outputs, {data_spec} {len(data.class_names)} classes"
-        )
+    model: Any = found.create(accelerator.print).to(accelerator.device)
+    check_classifier(model)
+    if config.class_names:
+        model.card = replace(model.card, class_names=read_class_names(config.class_names))
+    there = data_classes(spec) if config.data else ()
+    matched = match_classes(model.card.class_names or (), there)
+    data = load(config, model, spec, matched, there)
     if config.out:
         Path(config.out).parent.mkdir(parents=True, exist_ok=True)
-    preprocessing = model.card.preprocessing
-    val = vision.make_source(data.val, preprocessing, train=False, augment=None, seed=0)
+    val = vision.make_source(data.val, model.card.preprocessing, train=False)
     loader = engine.evaluation_loader(accelerator, val, config.batch_size, config.workers)
+    names = matched.names if matched else data.class_names
+    outputs = list(matched.outputs) if matched else slice(None)
+    if len(names) < model.num_classes:
+        accelerator.print(f"only the {len(names)} of {model.num_classes} classes in {spec} compete")
 
     def count_fn(model: nn.Module, batch: dict[str, Any]) -> dict[str, Tensor]:
-        return count(model(normalize(batch["images"], preprocessing)), batch["targets"])
+        return count(logits_of(model, batch["images"])[:, outputs], batch["targets"])
 
     sums = engine.evaluate(accelerator, model, loader, count_fn)
     assert sums is not None  # nobody asked to stop
-    rows = class_rows(sums, list(data.class_names))
+    rows = class_rows(sums, list(names))
     report = {
-        "model": source,
-        "data": data_spec,
+        "model": found.name,
+        "pretrained": model.card.source,
+        "data": spec,
         "metrics": metrics(sums),
         "val/top1_interval": interval(int(sums["top1"]), int(sums["n"])),
         "classes": [asdict(row) for row in rows],
+        "outputs": model.num_classes,
         "images": data.report,
     }
     if accelerator.is_main_process:
@@ -88,23 +105,20 @@ def main(config: Config) -> dict[str, Any]:
     return report
 
 
-def resolve(config: Config) -> tuple[str, str]:
-    """The model source and the data set that the flags mean."""
-    if config.model.startswith("local-dir:"):
-        if config.data is None:
-            raise ValueError(f"--data is needed with --model {config.model}")
-        return config.model, config.data
-    folder = Path(config.model)
-    if not (folder / "model" / "model.json").exists():
-        state = "no such folder" if not folder.is_dir() else "it has no model/model.json"
-        if (folder / "model.json").exists():
-            state = f"did you mean local-dir:{folder}?"
-        raise FileNotFoundError(
-            f"--model {config.model} is neither local-dir:FOLDER nor a run folder with a trained "
-            f"model: {state}"
+def load(
+    config: Config, model: Any, spec: str, matched: Matched | None, there: tuple[str, ...]
+) -> ImageDataset:
+    """The validation images: of the data's classes where the model knows these, or of its own."""
+    wanted = there if matched else model.card.class_names
+    data = vision.load_dataset(
+        spec, bad_images=config.bad_images, class_names=wanted, splits=("val",)
+    )
+    if not matched and model.num_classes != len(data.class_names):
+        raise ValueError(
+            f"--model {config.model} has {model.num_classes} outputs, {spec} "
+            f"{len(data.class_names)} classes"
         )
-    options = json.loads((folder / "config.json").read_text())["options"]
-    return f"local-dir:{folder / 'model'}", config.data or options["data"]
+    return data
 
 
 def show(report: dict[str, Any], rows: list[Any]) -> None:

@@ -16,7 +16,6 @@ look for their image (t2i) are too narrow.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -27,7 +26,6 @@ import tyro
 from torch import Tensor, nn
 
 import vision
-import zoo
 from crossmodal.captioner import Captioner
 from crossmodal.data import PairDataset, Pairs
 from crossmodal.dual import DualEncoder
@@ -54,6 +52,7 @@ from crossmodal.zeroshot import TEMPLATES, zero_shot_classifier, zero_shot_count
 from vision.evaluate import class_rows, interval, metrics
 from zoo import engine
 from zoo.engine.tracking import write_json
+from zoo.run_folder import find_trained
 
 SAMPLES = 10
 WAYS = {"i2t": "image to text", "t2i": "text to image"}  # the one finds the other
@@ -67,8 +66,8 @@ class Config:
     """Evaluates a model of images and captions."""
 
     model: str
-    """A run folder, local-dir:FOLDER as zoo.save_pretrained writes it, or the name of a model that
-    has weights."""
+    """A run folder, local-dir:FOLDER as zoo.save_pretrained writes it, hf-hub:OWNER/REPO, or the
+    name of a model that has weights."""
     data: str | None = None
     """emoji, pairs:FILE, wds:PATTERN, hf:NAME, strips:N or needle:N; by default the run's data, as
     the run read it."""
@@ -172,20 +171,8 @@ class Job:
 
 def load(name: str) -> tuple[Any, dict[str, Any]]:
     """A model and the flags of its training; none where it does not come from a run folder."""
-    if name.startswith("local-dir:"):
-        return zoo.create_model(name), {}
-    folder = Path(name)
-    if (folder / "model" / "model.json").exists():
-        flags = json.loads((folder / "config.json").read_text())["options"]
-        return zoo.create_model(f"local-dir:{folder / 'model'}"), flags
-    if not folder.is_dir() and len(folder.parts) == 1:
-        return zoo.create_model(name, pretrained=True), {}
-    state = "it has no model/model.json" if folder.is_dir() else "no such folder"
-    if (folder / "model.json").exists():
-        state = f"did you mean local-dir:{folder}?"
-    raise FileNotFoundError(
-        f"{name} is neither local-dir:FOLDER nor a run folder with a trained model: {state}"
-    )
+    found = find_trained(name)
+    return found.create(), found.flags
 
 
 def load_rival(name: str) -> tuple[Any, dict[str, Any]]:

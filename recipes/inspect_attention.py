@@ -14,20 +14,18 @@ Expected: attention.png and attention.safetensors in the folder, in seconds.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import tyro
 
-import crossmodal  # noqa: F401  its models are registered
-import zoo
 from crossmodal.data import Pairs
 from crossmodal.looks import Look, fixed_pairs, look_at, spread
 from crossmodal.overlay import attention_layers
 from crossmodal.overlay_figure import draw
 from crossmodal.training import PairOptions
+from zoo.run_folder import find_trained
 
 
 @dataclass(frozen=True)
@@ -35,7 +33,8 @@ class Config:
     """Draws the weights of every word of a caption over the image."""
 
     model: str
-    """A run folder, or local-dir:FOLDER as zoo.save_pretrained writes it."""
+    """A run folder, local-dir:FOLDER as zoo.save_pretrained writes it, hf-hub:OWNER/REPO, or the
+    name of a model that has weights."""
     pairs: str | None = None
     """A file of pairs, or what train_crossmodal.py takes as --data; by default the run's own."""
     part: str | None = None
@@ -60,8 +59,9 @@ class Config:
 
 
 def main(config: Config) -> Look:
-    source, options = resolve(config)
-    model: Any = zoo.create_model(source)
+    found = find_trained(config.model)
+    options = pair_options(config, found.flags)
+    model: Any = found.create()
     attention_layers(model)  # before the data is read
     part, pairs = part_of(options, config.part)
     indices = config.indices or spread(config.samples, len(pairs))
@@ -77,27 +77,13 @@ def main(config: Config) -> Look:
     return look
 
 
-def resolve(config: Config) -> tuple[str, PairOptions]:
-    """The model source and how the data is read that the flags mean."""
-    if config.model.startswith("local-dir:"):
-        if config.pairs is None:
-            raise ValueError(f"--pairs is needed with --model {config.model}")
-        return config.model, given_pairs(PairOptions(), config.pairs)
-    folder = Path(config.model)
-    if not (folder / "model" / "model.json").exists():
-        state = "no such folder" if not folder.is_dir() else "it has no model/model.json"
-        if (folder / "model.json").exists():
-            state = f"did you mean local-dir:{folder}?"
-        raise FileNotFoundError(
-            f"--model {config.model} is neither local-dir:FOLDER nor a run folder with a trained "
-            f"model: {state}"
-        )
-    saved = json.loads((folder / "config.json").read_text(encoding="utf-8"))["options"]
-    names = [field.name for field in fields(PairOptions) if field.name in saved]
-    options = PairOptions(**{name: saved[name] for name in names})
-    if config.pairs is not None:
-        options = given_pairs(options, config.pairs)
-    return f"local-dir:{folder / 'model'}", options
+def pair_options(config: Config, flags: dict[str, Any]) -> PairOptions:
+    """How the data is read: as the run did, of other pairs where --pairs is given."""
+    if not flags and config.pairs is None:
+        raise ValueError(f"--pairs is needed with --model {config.model}")
+    names = {field.name for field in fields(PairOptions)}
+    options = PairOptions(**{name: flags[name] for name in names & flags.keys()})
+    return options if config.pairs is None else given_pairs(options, config.pairs)
 
 
 def given_pairs(options: PairOptions, pairs: str) -> PairOptions:

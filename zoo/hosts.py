@@ -1,13 +1,15 @@
 """Networks of other libraries as models of the zoo: `timm:NAME`, `torchvision:NAME`.
 
-They are the libraries' own classes with their own state-dict keys, and bring a card. The visual
-towers of open_clip, `open_clip:ARCH`, are in `zoo.hosts_open_clip`.
+They are the libraries' own classes with their own state-dict keys, and bring a card. Their trained
+weights bring class names, licence and origin. The visual towers of open_clip, `open_clip:ARCH`, are
+in `zoo.hosts_open_clip`.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -17,6 +19,7 @@ import torch
 from torch import nn
 
 from zoo.card import ModelCard, Preprocessing, plain
+from zoo.imagenet import SUBSETS, imagenet_classes
 from zoo.sources import Source, WeightsError
 
 _UNTRAINED = Preprocessing(
@@ -49,24 +52,19 @@ def find_host(prefix: str, name: str) -> Host:
 
 
 def _timm(name: str) -> Host:
-    from timm import get_pretrained_cfg, is_model, list_models
-
-    if not is_model(name):
-        raise ValueError(unknown_name("timm", name, list_models()))
-    try:
-        config = get_pretrained_cfg(name, allow_unregistered=False)
-    except RuntimeError as error:
-        raise ValueError(f"timm:{name}: {error}") from error
+    config = _timm_config(name)
     preprocessing = Preprocessing() if config is None else _as_preprocessing(config)
 
     def build(
-        num_classes: int = 1000,
+        num_classes: int | None = None,
         in_chans: int = 3,
         img_size: int | tuple[int, int] | None = None,
         **options: Any,
     ) -> nn.Module:
         from timm import create_model
 
+        if num_classes is None:  # as many as the trained weights have
+            num_classes = 1000 if config is None else config.num_classes
         given = dict(options)
         if img_size is not None and config is not None and config.fixed_input_size:
             given["img_size"] = img_size
@@ -81,6 +79,18 @@ def _timm(name: str) -> Host:
 
     trained = config is not None and bool(config.has_weights)
     return Host(build, preprocessing, f"timm:{name}" if trained else None)
+
+
+def _timm_config(name: str) -> Any:
+    """timm's description of the weights that a name means; None where it has no such weights."""
+    from timm import get_pretrained_cfg, is_model, list_models
+
+    if not is_model(name):
+        raise ValueError(unknown_name("timm", name, list_models()))
+    try:
+        return get_pretrained_cfg(name, allow_unregistered=False)
+    except RuntimeError as error:
+        raise ValueError(f"timm:{name}: {error}") from error
 
 
 def _as_preprocessing(config: Any) -> Preprocessing:
@@ -284,28 +294,69 @@ def read_timm(name: str) -> Source:
     """The trained weights of a timm model, from its hub or cache."""
     from timm import create_model
 
-    host = _timm(name)
+    config = _timm_config(name)
     try:
         model = create_model(name, pretrained=True)
     except Exception as error:
         raise WeightsError(f"timm:{name} cannot be had: {type(error).__name__}: {error}") from error
-    return _source(f"timm:{name}", model.state_dict(), host, model)
+    source = f"timm:{name}"
+    return Source(source, dict(model.state_dict()), _timm_card(source, config), network=model)
+
+
+def _timm_card(source: str, config: Any) -> ModelCard:
+    """What timm knows about trained weights."""
+    if config is None:
+        return ModelCard(None, {}, Preprocessing(), source=source)
+    hub = f"https://huggingface.co/{config.hf_hub_id}" if config.hf_hub_id else None
+    known = {
+        "weights": f"{config.architecture}.{config.tag}" if config.tag else config.architecture,
+        "url": hub or config.url or None,
+        "origin": config.origin_url,
+        "paper": config.paper_ids,
+    }
+    return ModelCard(
+        None,
+        {"num_classes": config.num_classes},
+        _as_preprocessing(config),
+        class_names=_timm_classes(config),
+        license=None if config.license == "unknown" else config.license,
+        source=source,
+        extra={key: value for key, value in known.items() if value},
+    )
+
+
+def _timm_classes(config: Any) -> tuple[str, ...] | None:
+    """Names of the outputs, where the tag says that they are classes of ImageNet."""
+    from timm.data import infer_imagenet_subset
+
+    subset = infer_imagenet_subset({"num_classes": config.num_classes})
+    if subset not in SUBSETS or not re.search(r"in(et|w)?\d+k", config.tag or ""):
+        return None
+    return imagenet_classes(subset)
 
 
 def read_torchvision(name: str) -> Source:
     """The trained weights of a torchvision model, from its server or cache."""
-    host = _torchvision(name)
-    if host.weights is None:
+    if _torchvision(name).weights is None:
         raise WeightsError(f"torchvision has no weights for {name}")
+    weights = _named_weights(name)
     try:
-        tensors = _named_weights(name).get_state_dict(progress=False, check_hash=True)
+        tensors = weights.get_state_dict(progress=False, check_hash=True)
     except OSError as error:
         raise WeightsError(f"torchvision:{name} cannot be had: {error}") from error
-    return _source(f"torchvision:{name}", tensors, host)
+    source = f"torchvision:{name}"
+    return Source(source, dict(tensors), _torchvision_card(source, weights))
 
 
-def _source(
-    name: str, tensors: dict[str, torch.Tensor], host: Host, network: nn.Module | None = None
-) -> Source:
-    card = ModelCard(None, {}, host.preprocessing, source=name)
-    return Source(name, dict(tensors), card, network=network)
+def _torchvision_card(source: str, weights: Any) -> ModelCard:
+    """What torchvision knows about trained weights."""
+    names = weights.meta["categories"]
+    return ModelCard(
+        None,
+        {"num_classes": len(names)} if names else {},
+        _of_weights(weights),
+        class_names=tuple(names) if names else None,
+        license=weights.meta.get("license"),
+        source=source,
+        extra={"weights": weights.name, "url": weights.url, "recipe": weights.meta["recipe"]},
+    )

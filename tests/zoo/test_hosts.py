@@ -7,14 +7,20 @@ from typing import Any
 
 import open_clip
 import pytest
+import skimage.data
 import timm
 import torch
 import torchvision
 from open_clip.model import CLIP, CLIPVisionCfg, _build_vision_tower, resize_pos_embed
+from PIL import Image
+from sklearn.datasets import load_sample_image
+from timm.data import ImageNetInfo, create_transform, resolve_data_config
 from torch import nn
+from torchvision.transforms.v2.functional import pil_to_tensor
 
 import zoo
 from zoo import hosts
+from zoo.preprocess import build_transform
 
 NAMES = ["timm:resnet18", "timm:mobilenetv3_small_050", "torchvision:resnet18"]
 
@@ -276,3 +282,158 @@ def test_preprocessing_of_open_clip_is_that_of_its_weights() -> None:
         TypeError, match=r"open_clip:ViT-B-32 has no option 'widht'; valid: .*width"
     ):
         zoo.create_model("open_clip:ViT-B-32", widht=3)
+
+
+# --- cards of trained weights ----------------------------------------------------------------
+
+
+@pytest.fixture
+def timm_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random weights stand for those that timm would download."""
+    original = timm.create_model
+
+    def create(name: str, pretrained: bool = False, **options: Any) -> nn.Module:
+        return original(name, **options)
+
+    monkeypatch.setattr(timm, "create_model", create)
+
+
+def test_weights_of_timm_bring_names_licence_and_origin(timm_weights: None) -> None:
+    model: Any = zoo.create_model("timm:mobilenetv3_small_050", pretrained=True)
+    info = ImageNetInfo("imagenet-1k")
+    names = [description.split(",")[0] for description in info.label_descriptions()]
+    same = [a == b for a, b in zip(model.card.class_names, names, strict=True)]
+    assert sum(same) == 998  # all but the second crane and the second maillot
+    assert model.card.license == timm.get_pretrained_cfg("mobilenetv3_small_050").license
+    assert model.card.extra["weights"] == "mobilenetv3_small_050.lamb_in1k"
+    assert model.card.extra["url"] == "https://huggingface.co/timm/mobilenetv3_small_050.lamb_in1k"
+
+
+def test_names_come_with_the_outputs_that_they_name(timm_weights: None) -> None:
+    assert zoo.create_model("timm:mobilenetv3_small_050").card.class_names is None
+    other: Any = zoo.create_model("timm:mobilenetv3_small_050", pretrained=True, num_classes=7)
+    assert other.card.class_names is None
+    torch.manual_seed(0)
+    known: Any = zoo.create_model(
+        "timm:mobilenetv3_small_050", class_names=["tabby", "my cat", "daisy"]
+    )
+    before = known.classifier.weight[1].clone()
+    report = zoo.load_pretrained(known, "timm:mobilenetv3_small_050")
+    assert "2 of 3 classes, by name" in report.adapted["classifier.weight"]
+    assert torch.equal(known.classifier.weight[1], before)
+    assert known.card.class_names == ("tabby", "my cat", "daisy")
+
+
+def test_a_host_has_as_many_outputs_as_its_weights() -> None:
+    with torch.device("meta"):
+        assert zoo.create_model("timm:vit_small_patch14_dinov2").num_classes == 0
+        assert zoo.create_model("timm:mixer_b16_224.miil_in21k").num_classes == 11221
+        assert zoo.create_model("timm:vit_small_patch14_dinov2", num_classes=3).num_classes == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("convnext_tiny.fb_in22k", 21841),
+        ("convnext_tiny.in12k", 11821),
+        ("mixer_b16_224.goog_in21k", 21843),
+        ("mixer_b16_224.miil_in21k", 11221),
+        ("resmlp_12_224.fb_dino", None),  # 1,000 outputs of no classes
+        ("mvitv2_base_cls.fb_inw21k", None),  # timm does not know their names
+        ("vit_small_patch14_dinov2.lvd142m", None),
+        ("resnet50_clip.openai", None),
+    ],
+)
+def test_classes_of_other_sets(name: str, count: int | None) -> None:
+    names = hosts._timm_classes(timm.get_pretrained_cfg(name))
+    assert (None if names is None else len(names)) == count
+
+
+def test_every_configuration_of_timm_converts() -> None:
+    converted = 0
+    for name in timm.list_models(pretrained=True, include_tags=True):
+        config = timm.get_pretrained_cfg(name)
+        if config.crop_pct <= 1:  # VOLO's 1.15 pads
+            card = hosts._timm_card(f"timm:{name}", config)
+            assert card.class_names is None or len(card.class_names) == config.num_classes
+            converted += 1
+    assert converted > 1500
+
+
+def test_weights_of_torchvision_bring_names_licence_and_origin(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with torch.device("meta"):
+        shapes = torchvision.models.squeezenet1_1().state_dict()
+    tensors = {key: torch.zeros(value.shape) for key, value in shapes.items()}
+    weights = torchvision.models.SqueezeNet1_1_Weights
+    monkeypatch.setattr(weights, "get_state_dict", lambda self, **options: tensors)
+    model: Any = zoo.create_model("torchvision:squeezenet1_1", pretrained=True)
+    assert list(model.card.class_names) == weights.DEFAULT.meta["categories"]
+    assert model.card.extra["url"] == weights.DEFAULT.url
+    assert model.card.license is None  # torchvision states none
+    swag = torchvision.models.ViT_B_16_Weights.IMAGENET1K_SWAG_E2E_V1
+    assert "SWAG" in str(hosts._torchvision_card("torchvision:vit_b_16", swag).license)
+    features = torchvision.models.VGG16_Weights.IMAGENET1K_FEATURES  # no classes
+    assert hosts._torchvision_card("torchvision:vgg16", features).class_names is None
+
+
+# --- their evaluation transforms on photos ---------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def photos() -> list[Image.Image]:
+    """Wide, tall, and of one colour channel in the file."""
+    cat = Image.fromarray(skimage.data.chelsea())
+    flower = Image.fromarray(load_sample_image("flower.jpg"))
+    return [cat, cat.transpose(Image.Transpose.ROTATE_90), flower, flower.convert("L")]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tf_efficientnet_lite0",  # 0.875, bicubic
+        "vit_tiny_patch16_224",  # 0.9
+        "convnext_tiny.fb_in22k_ft_in1k_384",  # 1.0, squash
+        "resnet50.tv_in1k",  # bilinear
+        "inception_v3.tf_in1k",  # 299
+        "xcit_nano_12_p8_384.fb_dist_in1k",  # 1.0, center
+    ],
+)
+def test_transform_equals_timms(name: str, photos: list[Image.Image]) -> None:
+    pretrained = timm.get_pretrained_cfg(name).to_dict()
+    theirs = create_transform(**resolve_data_config(pretrained_cfg=pretrained))
+    ours = build_transform(hosts.find_host("timm", name).preprocessing)
+    for photo in photos:
+        torch.testing.assert_close(ours(photo), theirs(photo.convert("RGB")), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "resnet50.IMAGENET1K_V1",  # 224 of 256
+        "resnet50.IMAGENET1K_V2",  # 224 of 232
+        "vit_b_16.IMAGENET1K_SWAG_E2E_V1",  # bicubic, 384 of 384
+        "efficientnet_b1.IMAGENET1K_V1",  # 240 of 256
+        "inception_v3",  # 299 of 342
+        "swin_t",  # 224 of 232, bicubic
+    ],
+)
+def test_transform_equals_torchvisions(name: str, photos: list[Image.Image]) -> None:
+    architecture, _, tag = name.partition(".")
+    found: Any = torchvision.models.get_model_weights(architecture)
+    theirs = (found[tag] if tag else found.DEFAULT).transforms()
+    ours = build_transform(hosts.find_host("torchvision", name).preprocessing)
+    for photo in photos:
+        torch.testing.assert_close(ours(photo), theirs(photo.convert("RGB")), atol=1e-5, rtol=0)
+
+
+def test_transform_of_a_host_and_of_tensors(photos: list[Image.Image]) -> None:
+    model: Any = zoo.create_model("torchvision:squeezenet1_1")
+    theirs = torchvision.models.SqueezeNet1_1_Weights.DEFAULT.transforms()
+    tensor = pil_to_tensor(photos[0])
+    one_level = 1 / 255 / min(model.card.preprocessing.std)
+    # Its older resize works in floating point and rounds; ours has a kernel for 8 bit.
+    torch.testing.assert_close(
+        zoo.transforms(model)(tensor), theirs(tensor), atol=one_level + 1e-5, rtol=0
+    )

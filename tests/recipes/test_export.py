@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import onnxruntime
+import pytest
+import torch
+
+import zoo
+from zoo.exported import card_of_export, open_export
+
+FILE = Path(__file__).parents[2] / "recipes" / "export.py"
+
+
+@pytest.fixture(scope="module")
+def recipe() -> Any:
+    spec = importlib.util.spec_from_file_location("export_recipe", FILE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path) -> Path:
+    """A run folder as training leaves it."""
+    model = zoo.create_model(
+        "resnet_micro", img_size=(8, 16), in_chans=1, class_names=["cat", "dog"]
+    )
+    zoo.save_pretrained(model, tmp_path / "run" / "model")
+    options = {"options": {"data": "digits"}}
+    (tmp_path / "run" / "config.json").write_text(json.dumps(options))
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def model(run_folder: Path) -> Any:
+    return zoo.create_model(f"local-dir:{run_folder / 'model'}").eval()
+
+
+def test_run_folder_becomes_onnx(
+    recipe: Any, run_folder: Path, model: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = run_folder.parent / "model.onnx"
+    report = recipe.main(recipe.Config(model=str(run_folder), out=str(out), opset=18))
+    session = onnxruntime.InferenceSession(out)
+    x = torch.randn(4, 1, 8, 16)
+    (logits,) = session.run(None, {"images": x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(logits), model(x), rtol=1e-4, atol=1e-5)
+    assert card_of_export(out).class_names == ("cat", "dog")
+    printed = capsys.readouterr().out
+    for batch in (1, 2, 5):
+        assert f"batch {batch}: largest difference" in printed
+    assert f"{report.size / 1e6:.2f} MB" in printed
+    assert "ms by model.onnx" in printed
+
+
+def test_folder_becomes_a_program_for_one_image(
+    recipe: Any, run_folder: Path, model: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = run_folder.parent / "model.pt2"
+    name = f"local-dir:{run_folder / 'model'}"
+    report = recipe.main(recipe.Config(model=name, out=str(out), static_batch=True))
+    assert not report.dynamic_batch
+    x = torch.randn(1, 1, 8, 16)
+    torch.testing.assert_close(open_export(out)(x), model(x))
+    assert "for a batch of 1" in capsys.readouterr().out
+
+
+def test_weights_for_a_named_model(recipe: Any, run_folder: Path, model: Any) -> None:
+    model = zoo.create_model("resnet_micro").eval()
+    torch.save(model.state_dict(), run_folder.parent / "weights.pt")
+    out = run_folder.parent / "named.pt2"
+    weights = f"file:{run_folder.parent / 'weights.pt'}"
+    recipe.main(recipe.Config(model="resnet_micro", pretrained=weights, out=str(out)))
+    x = torch.randn(2, 3, 32, 32)
+    torch.testing.assert_close(open_export(out)(x), model(x))
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ({"out": "model.bin"}, r"--out model.bin must end with .onnx or .pt2"),
+        ({"out": "model.pt2", "opset": 18}, r"--opset 18 is for .onnx only"),
+        ({"out": "model.pt2", "model": "nowhere"}, "--model nowhere is no run folder"),
+    ],
+)
+def test_flags_that_are_refused(recipe: Any, flags: dict[str, Any], says: str) -> None:
+    with pytest.raises((ValueError, FileNotFoundError), match=says):
+        recipe.main(recipe.Config(**{"model": "resnet_micro", **flags}))

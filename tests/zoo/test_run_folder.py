@@ -1,0 +1,111 @@
+"""What `--model` and `--pretrained` mean."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zoo
+from zoo import run_folder
+from zoo.run_folder import find_trained
+from zoo.sources import WeightsError
+
+
+def micro(**options: Any) -> nn.Module:
+    return zoo.create_model("vit_micro_patch2_8", **options)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    zoo.save_pretrained(micro(num_classes=3), tmp_path / "run" / "model")
+    flags = {"options": {"data": "digits", "epochs": 2}}
+    (tmp_path / "run" / "config.json").write_text(json.dumps(flags))
+    return tmp_path / "run"
+
+
+def test_a_run_folder_and_what_it_holds(run: Path) -> None:
+    found = find_trained(str(run))
+    assert found.flags == {"data": "digits", "epochs": 2}
+    model: Any = found.create()
+    assert model.num_classes == 3
+    saved = find_trained(f"local-dir:{run / 'model'}")
+    assert saved.flags == {}
+    x = torch.randn(1, 3, 8, 8)
+    assert torch.equal(model.eval()(x), saved.create().eval()(x))
+    (run / "config.json").unlink()
+    assert find_trained(str(run)).flags == {}
+    (run / "config.json").write_text('{"options": 3}')
+    with pytest.raises(ValueError, match=r"config.json is not as a training run writes it"):
+        find_trained(str(run))
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "pretrained"),
+    [
+        ("timm:resnet18.a1_in1k", "timm:resnet18.a1_in1k", True),
+        ("torchvision:resnet18.IMAGENET1K_V1", "torchvision:resnet18.IMAGENET1K_V1", True),
+        ("open_clip:ViT-B-32/openai", "open_clip:ViT-B-32", "open_clip:ViT-B-32/openai"),
+        ("hf-hub:owner/repo@main", "hf-hub:owner/repo@main", False),
+        ("vit_tiny_patch16_224", "vit_tiny_patch16_224", True),
+    ],
+)
+def test_models_that_are_named(model: str, name: str, pretrained: bool | str) -> None:
+    found = find_trained(model)
+    assert (found.name, found.pretrained, found.flags) == (name, pretrained, {})
+    if pretrained:
+        other = find_trained(model, "file:weights.pt")
+        assert (other.name, other.pretrained) == (name, "file:weights.pt")
+
+
+def test_the_models_own_weights_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(
+        run_folder, "create_model", lambda name, **given: asked.append((name, given))
+    )
+    find_trained("timm:resnet18").create()
+    assert asked == [("timm:resnet18", {"pretrained": True})]
+
+
+def test_other_weights_are_loaded_and_reported(tmp_path: Path) -> None:
+    trained: Any = micro(img_size=16)
+    zoo.save_pretrained(trained, tmp_path / "trained")
+    told: list[str] = []
+    found = find_trained("vit_micro_patch2_8", f"local-dir:{tmp_path / 'trained'}")
+    model: Any = found.create(told.append)
+    assert torch.equal(model.head.weight, trained.head.weight)
+    assert "pos_embed" in told[0]  # resampled
+    assert "images of 16x16 there, of 8x8 here" in told[0]
+
+
+def test_weights_that_leave_the_classifier_untrained_are_refused(tmp_path: Path) -> None:
+    torch.save(micro(num_classes=3).state_dict(), tmp_path / "three.pt")
+    with pytest.raises(WeightsError, match=r"three.pt leaves the classifier of .*untrained: head"):
+        find_trained("vit_micro_patch2_8", f"file:{tmp_path / 'three.pt'}").create()
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("nowhere", "--model nowhere is no run folder with a trained model: no such folder"),
+        ("vit_tiny_patch16_225", "no such folder; models of a near name: vit_tiny_patch16_224"),
+        ("{}", "it has no model/model.json"),
+        ("{}/run/model", "did you mean local-dir:.*run/model?"),
+        ("{}/run/config.json", "name it by --model and pass --pretrained file:.*config.json"),
+        ("file:weights.pt", "pass --pretrained file:"),
+        ("timn:resnet18", r"no such folder.*legal as well: .*timm:NAME"),
+    ],
+)
+def test_what_means_no_model_is_told(run: Path, model: str, message: str) -> None:
+    with pytest.raises(FileNotFoundError, match=message):
+        find_trained(model.format(run.parent))
+
+
+def test_weights_for_a_model_that_brings_its_own_are_refused(run: Path) -> None:
+    for model in (str(run), f"local-dir:{run / 'model'}", "hf-hub:owner/repo"):
+        with pytest.raises(ValueError, match=r"brings its own weights; drop --pretrained file:x"):
+            find_trained(model, "file:x")
