@@ -8,6 +8,16 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from vision import (  # noqa: F401  they register models, and layouts of weights
+    convert,
+    convert_clip,
+    convert_cnn,
+    convert_config,
+    convert_google,
+    convert_timm,
+    convert_transformers,
+    vit_variants,
+)
 from vision.channel_attention import (
     ChannelAttention,
     create_channel_attention,
@@ -16,6 +26,7 @@ from vision.channel_attention import (
 )
 from vision.insertion import Insertion, insert, insertion_sites, remove_insertions
 from vision.resnet import ResNet
+from vision.timm_models import register_with_timm
 from vision.vit import VisionTransformer
 
 if TYPE_CHECKING:
@@ -46,6 +57,8 @@ _HOMES = {
     "load_dataset": "vision.data",
     "make_source": "vision.data",
 }
+
+register_with_timm()  # of all models above; where timm is not imported, once it is
 
 
 def __getattr__(name: str) -> Any:

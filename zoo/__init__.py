@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from zoo.card import ModelCard, Preprocessing
     from zoo.diagnostics.capture import capture_attention
+    from zoo.export import export_onnx, export_program
     from zoo.preprocess import transforms
+    from zoo.push import push_to_hub
     from zoo.registry import create_model, list_models, register_model
     from zoo.weights import LoadReport, load_pretrained, save_pretrained
 
@@ -24,8 +26,11 @@ __all__ = [
     "Preprocessing",
     "capture_attention",
     "create_model",
+    "export_onnx",
+    "export_program",
     "list_models",
     "load_pretrained",
+    "push_to_hub",
     "register_model",
     "replace_attention",
     "save_pretrained",
@@ -37,7 +42,10 @@ _HOMES = {
     "ModelCard": "zoo.card",
     "Preprocessing": "zoo.card",
     "capture_attention": "zoo.diagnostics.capture",
+    "export_onnx": "zoo.export",
+    "export_program": "zoo.export",
     "transforms": "zoo.preprocess",
+    "push_to_hub": "zoo.push",
     "create_model": "zoo.registry",
     "list_models": "zoo.registry",
     "register_model": "zoo.registry",
