@@ -150,14 +150,16 @@ def build(
 
 
 def stages_of_gates(model: Any) -> dict[str, str]:
-    """Inserted layers with a gate -> their stage."""
-    stages = {f"{name}.": slot.stage for name, slot in slots(model) if len(slot) and slot.stage}
-    return {
-        layer: f"stage{stage}"
-        for layer in gate_ranges(model)
-        for name, stage in stages.items()
-        if layer.startswith(name)
-    }
+    """Layers with a gate -> the stage they were inserted in, or `host` for those it came with."""
+    inserted = {f"{name}.": slot.stage for name, slot in slots(model) if len(slot)}
+    groups = {}
+    for layer in gate_ranges(model):
+        stages = [stage for name, stage in inserted.items() if layer.startswith(name)]
+        if not stages:
+            groups[layer] = "host"
+        elif stages[0]:
+            groups[layer] = f"stage{stages[0]}"
+    return groups
 
 
 def describe_gates(

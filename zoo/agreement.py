@@ -79,7 +79,8 @@ class Doubts:
         if self.allowed - _OUTSIDE:  # an option such as output_stride changes strides on purpose
             self._let_pass(f"{text}; options asked for: {listed(sorted(self.allowed))}")
         else:
-            name = self.source.name.partition("/")[0]
+            name = self.source.card.architecture if self.source.card else None
+            name = name or self.source.name.partition("/")[0]
             self._object(text, f"zoo.create_model({name!r}) is the network they were trained in")
 
     def warn_of_twin(self, given: Source) -> None:
@@ -118,6 +119,9 @@ def notes_of(model: nn.Module, given: Source, source: Source, merge: Merge) -> I
         elif expected.size != card.preprocessing.size:
             there, here = _size(expected), _size(card.preprocessing)
             yield f"images of {there} there, of {here} here"
+    extra = source.card.extra if source.card else {}
+    yield from (f"left out: {what}" for what in extra.get("left_out", ()))
+    yield from extra.get("notes", ())
     yield from _casts(merge)
     frozen = [k for k, p in model.named_parameters() if not p.requires_grad and k in merge.values]
     if frozen:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 from zoo.card import ModelCard
-from zoo.keys import prefix_that_fits
-from zoo.layouts import layout_of
+from zoo.keys import prefix_that_fits, take_part
+from zoo.layouts import find_layout, layout_of
 from zoo.merge import Merge, describe
 from zoo.sources import listed
 
@@ -70,6 +70,10 @@ def _other_names(merge: Merge, only_model: list[str], only_source: list[str]) ->
     layout = layout_of(merge.source) if only_source else None
     if layout is not None and not layout.fits(merge.model):
         return f"the keys look like {layout.name}, which {describe(merge.model)} cannot take"
+    for part in dict.fromkeys(key.partition(".")[0] for key in only_source if "." in key):
+        inside = find_layout(take_part(merge.source, part), merge.model)
+        if inside is not None:
+            return f"under {part!r} are the names of {inside.name}: load with part={part!r}"
     for key in only_source:
         if prefix := prefix_that_fits(key, only_model):
             return f"the source's keys carry the prefix {prefix!r}: load with part={prefix[:-1]!r}"

@@ -76,7 +76,7 @@ def describe_timm(folder: Path, config: dict[str, Any], name: str) -> Source:
         ) from error
     try:
         told = PretrainedCfg(**network.pretrained_cfg)
-        card = hosts._timm_card(name, told)
+        card = hosts.timm_card(name, told)
         in_chans, *img_size = told.input_size
         outputs = {"num_classes": network.num_classes}
         card = replace(

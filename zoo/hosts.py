@@ -93,6 +93,16 @@ def _timm_config(name: str) -> Any:
         raise ValueError(f"timm:{name}: {error}") from error
 
 
+def _refuse_loading(name: str, create: Callable[..., Any], options: dict[str, Any]) -> None:
+    """timm's own parameters, such as a checkpoint to load, are no options of a network."""
+    found = sorted(options.keys() & inspect.signature(create).parameters.keys())
+    if found:
+        raise TypeError(
+            f"timm:{name} has no option {found[0]!r}; weights come by pretrained=SOURCE, "
+            f"see zoo.load_pretrained"
+        )
+
+
 def _as_preprocessing(config: Any) -> Preprocessing:
     return Preprocessing(
         size=tuple(config.input_size[1:]),
@@ -300,10 +310,10 @@ def read_timm(name: str) -> Source:
     except Exception as error:
         raise WeightsError(f"timm:{name} cannot be had: {type(error).__name__}: {error}") from error
     source = f"timm:{name}"
-    return Source(source, dict(model.state_dict()), _timm_card(source, config), network=model)
+    return Source(source, dict(model.state_dict()), timm_card(source, config), network=model)
 
 
-def _timm_card(source: str, config: Any) -> ModelCard:
+def timm_card(source: str, config: Any) -> ModelCard:
     """What timm knows about trained weights."""
     if config is None:
         return ModelCard(None, {}, Preprocessing(), source=source)

@@ -272,7 +272,7 @@ def apply_source(
     _check_fit(merge, strict, min_matched)
     doubts.compare_settings(given.network)
     refuse_infinite(source.name, merge.state, merge.values)
-    doubts.warn_of_twin(given)
+    doubts.warn_of_twin(source)
     notes = [*agreement.notes_of(model, given, source, merge), *doubts.notes]
     report = merge.report(layout.name if layout else None, notes)
     card = _new_card(model, source, merge)
@@ -324,7 +324,8 @@ def _new_card(model: nn.Module, source: Source, merge: Merge) -> ModelCard | Non
     changes: dict[str, Any] = {"source": source.name}
     if source.card is not None:
         changes["license"] = source.card.license
-        changes["extra"] = source.card.extra
+        of_the_load = ("left_out", "notes")  # the report has them
+        changes["extra"] = {k: v for k, v in source.card.extra.items() if k not in of_the_load}
         changes["preprocessing"] = source.card.preprocessing.adapted(
             size=card.preprocessing.size, in_chans=card.preprocessing.in_chans
         )

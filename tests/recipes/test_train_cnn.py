@@ -206,15 +206,17 @@ def test_two_processes_agree_on_weights_and_running_statistics(tmp_path, ema):
     assert found["val/top1"] == summary(tmp_path / "run")["metrics"]["val/top1"]
 
 
-@pytest.mark.parametrize("host", ["timm:mobilenetv3_small_050", "torchvision:resnet18"])
-def test_a_host_trains_saves_and_evaluates(tmp_path, host):
+@pytest.mark.parametrize(
+    ("host", "own"), [("timm:mobilenetv3_small_050", {"host"}), ("torchvision:resnet18", set())]
+)
+def test_a_host_trains_saves_and_evaluates(tmp_path, host, own):
     flags = [
         "--model", host, "--img-size", "32", "--epochs", "1", "--batch-size", "256",
         "--insert", "se@standard:stages=2,3", "--insert", "eca@post:stages=2",
     ]  # fmt: skip
     launch(*flags, "--out", tmp_path / "run")
     report = json.loads((tmp_path / "run/attention/gates.json").read_text())
-    assert {layer["group"] for layer in report["layers"].values()} == {"stage2", "stage3"}
+    assert {layer["group"] for layer in report["layers"].values()} == {"stage2", "stage3"} | own
     launch("--model", tmp_path / "run", "--out", tmp_path / "r.json", recipe="evaluate.py")
     found = json.loads((tmp_path / "r.json").read_text())["metrics"]
     assert found["val/loss"] == pytest.approx(summary(tmp_path / "run")["metrics"]["val/loss"])

@@ -146,3 +146,16 @@ def test_a_layout_is_translated_and_told(tmp_path: Path, monkeypatch: pytest.Mon
     assert "(read as the upside-down library)" in str(report)
     with pytest.raises(WeightsError, match=r"norm_eps: 1e-06 there, 0\.001 here"):
         zoo.load_pretrained(make(norm_eps=1e-3), source)
+
+
+def test_another_librarys_names_under_a_part_are_the_cause(tmp_path: Path) -> None:
+    from vision.convert import revert_torchvision_vit
+
+    theirs = revert_torchvision_vit(snapshot(randomized()))
+    whole = {f"backbone.{key}": value for key, value in theirs.items()}
+    source = saved({**whole, "decoder.weight": torch.ones(2)}, tmp_path)
+    said = "under 'backbone' are the names of torchvision's ViT: load with part='backbone'"
+    with pytest.raises(WeightsError, match=said):
+        zoo.load_pretrained(make(), source)
+    model = make(norm_eps=1e-6)
+    assert zoo.load_pretrained(model, source, part="backbone").matched_fraction == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -354,7 +355,7 @@ def test_every_configuration_of_timm_converts() -> None:
     for name in timm.list_models(pretrained=True, include_tags=True):
         config = timm.get_pretrained_cfg(name)
         if config.crop_pct <= 1:  # VOLO's 1.15 pads
-            card = hosts._timm_card(f"timm:{name}", config)
+            card = hosts.timm_card(f"timm:{name}", config)
             assert card.class_names is None or len(card.class_names) == config.num_classes
             converted += 1
     assert converted > 1500
@@ -437,3 +438,13 @@ def test_transform_of_a_host_and_of_tensors(photos: list[Image.Image]) -> None:
     torch.testing.assert_close(
         zoo.transforms(model)(tensor), theirs(tensor), atol=one_level + 1e-5, rtol=0
     )
+
+
+@pytest.mark.parametrize("option", ["checkpoint_path", "pretrained", "pretrained_cfg", "cache_dir"])
+def test_a_folder_cannot_make_timm_load_another_file(option: str, tmp_path: Path) -> None:
+    zoo.save_pretrained(zoo.create_model("timm:resnet10t"), tmp_path / "model")
+    card = json.loads((tmp_path / "model/model.json").read_text())
+    card["options"][option] = str(tmp_path / "other.pth")
+    (tmp_path / "model/model.json").write_text(json.dumps(card))
+    with pytest.raises(TypeError, match=f"resnet10t has no option '{option}'"):
+        zoo.create_model(f"local-dir:{tmp_path / 'model'}")
