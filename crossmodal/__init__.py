@@ -1,6 +1,16 @@
 """Image-text pairs: towers, fusion by cross-attention, contrastive models, matching, captions.
 
 Importing this package registers its models. The data side is imported when first asked for.
+
+With images (b c y x) as their transforms give them:
+
+    matcher = zoo.create_model("local-dir:runs/pairs/model").eval()  # or "matcher_micro"
+    tokens, mask = matcher.make_tokenizer()(["red heart", "grinning face"])
+    similarity = matcher.encode_text(tokens, mask) @ matcher.encode_image(images).T
+
+    captioner = zoo.create_model("captioner_micro", decoder="transformer")
+    ids, mask = generate(captioner, images, method="beam", num_beams=4)
+    captions = captioner.make_tokenizer().decode(ids, mask)
 """
 
 from __future__ import annotations
