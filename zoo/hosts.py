@@ -63,6 +63,7 @@ def _timm(name: str) -> Host:
     ) -> nn.Module:
         from timm import create_model
 
+        _refuse_loading(name, create_model, options)
         if num_classes is None:  # as many as the trained weights have
             num_classes = 1000 if config is None else config.num_classes
         given = dict(options)

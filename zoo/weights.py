@@ -324,8 +324,7 @@ def _new_card(model: nn.Module, source: Source, merge: Merge) -> ModelCard | Non
     changes: dict[str, Any] = {"source": source.name}
     if source.card is not None:
         changes["license"] = source.card.license
-        of_the_load = ("left_out", "notes")  # the report has them
-        changes["extra"] = {k: v for k, v in source.card.extra.items() if k not in of_the_load}
+        changes["extra"] = source.card.extra
         changes["preprocessing"] = source.card.preprocessing.adapted(
             size=card.preprocessing.size, in_chans=card.preprocessing.in_chans
         )

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -10,19 +9,8 @@ import pytest
 import torch
 
 import zoo
+from recipes.export import Config, main
 from zoo.exported import card_of_export, open_export
-
-FILE = Path(__file__).parents[2] / "recipes" / "export.py"
-
-
-@pytest.fixture(scope="module")
-def recipe() -> Any:
-    spec = importlib.util.spec_from_file_location("export_recipe", FILE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture
@@ -43,10 +31,10 @@ def model(run_folder: Path) -> Any:
 
 
 def test_run_folder_becomes_onnx(
-    recipe: Any, run_folder: Path, model: Any, capsys: pytest.CaptureFixture[str]
+    run_folder: Path, model: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = run_folder.parent / "model.onnx"
-    report = recipe.main(recipe.Config(model=str(run_folder), out=str(out), opset=18))
+    report = main(Config(model=str(run_folder), out=str(out), opset=18))
     session = onnxruntime.InferenceSession(out)
     x = torch.randn(4, 1, 8, 16)
     (logits,) = session.run(None, {"images": x.numpy()})
@@ -60,23 +48,23 @@ def test_run_folder_becomes_onnx(
 
 
 def test_folder_becomes_a_program_for_one_image(
-    recipe: Any, run_folder: Path, model: Any, capsys: pytest.CaptureFixture[str]
+    run_folder: Path, model: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = run_folder.parent / "model.pt2"
     name = f"local-dir:{run_folder / 'model'}"
-    report = recipe.main(recipe.Config(model=name, out=str(out), static_batch=True))
+    report = main(Config(model=name, out=str(out), static_batch=True))
     assert not report.dynamic_batch
     x = torch.randn(1, 1, 8, 16)
     torch.testing.assert_close(open_export(out)(x), model(x))
     assert "for a batch of 1" in capsys.readouterr().out
 
 
-def test_weights_for_a_named_model(recipe: Any, run_folder: Path, model: Any) -> None:
+def test_weights_for_a_named_model(run_folder: Path, model: Any) -> None:
     model = zoo.create_model("resnet_micro").eval()
     torch.save(model.state_dict(), run_folder.parent / "weights.pt")
     out = run_folder.parent / "named.pt2"
     weights = f"file:{run_folder.parent / 'weights.pt'}"
-    recipe.main(recipe.Config(model="resnet_micro", pretrained=weights, out=str(out)))
+    main(Config(model="resnet_micro", pretrained=weights, out=str(out)))
     x = torch.randn(2, 3, 32, 32)
     torch.testing.assert_close(open_export(out)(x), model(x))
 
@@ -89,6 +77,6 @@ def test_weights_for_a_named_model(recipe: Any, run_folder: Path, model: Any) ->
         ({"out": "model.pt2", "model": "nowhere"}, "--model nowhere is no run folder"),
     ],
 )
-def test_flags_that_are_refused(recipe: Any, flags: dict[str, Any], says: str) -> None:
+def test_flags_that_are_refused(flags: dict[str, Any], says: str) -> None:
     with pytest.raises((ValueError, FileNotFoundError), match=says):
-        recipe.main(recipe.Config(**{"model": "resnet_micro", **flags}))
+        main(Config(**{"model": "resnet_micro", **flags}))
