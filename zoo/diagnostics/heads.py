@@ -19,9 +19,9 @@ KINDS = ("js", "cosine")
 def head_similarity(weights: Tensor, kind: str = "js") -> Tensor:
     """How alike each two heads look, mean over samples and queries: (b h i j) -> (h h).
 
-    From 0, no key in common, to 1, the same weights; symmetric. Heads as far apart by the
-    Jensen-Shannon divergence as layers are: arXiv 1906.04341, section 6. A query counts for two
-    heads where it sees something in both; NaN where there is none.
+    From 0, no key in common, to 1, the same weights; symmetric. arXiv 1906.04341, section 6,
+    compares heads by their Jensen-Shannon divergence. A query counts for two heads where it sees
+    something in both; NaN where there is none.
 
     Args:
         weights: As `capture_attention` gives them.

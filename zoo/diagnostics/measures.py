@@ -25,7 +25,7 @@ def entropy(weights: Tensor, *, normalized: bool = False, mask: MaskLike = None)
     """Entropy of each query's weights in nats: (b h i j) -> (b h i).
 
     Between 0, all weight on one key, and ln j, all keys alike. 0 for a query without any weight.
-    Watched over training in arXiv 2303.06296, where its collapse foretells divergence.
+    Watched over training in arXiv 2303.06296, where low entropy comes with unstable training.
 
     Args:
         weights: As `capture_attention` gives them: rows sum to 1, or to 0.
