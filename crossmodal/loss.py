@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from vision.checks import check_choice
 from zoo.layers.check import integer
+from zoo.untraced import untraced
 
 KINDS = ("infonce", "sigmoid")
 
@@ -142,7 +143,7 @@ class Share:
         x = x[: self.size]
         return x if len(self.sizes) == 1 else self._gather(x)
 
-    @torch.compiler.disable
+    @untraced
     def _gather(self, x: Tensor) -> Tensor:
         padded = torch.cat([x, x.new_zeros(max(self.sizes) - len(x), *x.shape[1:])])
         parts = _Gather.apply(padded, len(self.sizes), self.rank)
@@ -159,7 +160,7 @@ def parallel() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-@torch.compiler.disable
+@untraced
 def exchange(numbers: Sequence[int], device: torch.device) -> list[list[int]]:
     """The `numbers` of every process, by process; each gives as many."""
     if not parallel():

@@ -23,6 +23,7 @@ from crossmodal.loss import Share, exchange, precise
 from zoo.layers.check import positive
 from zoo.registry import records_options, register_model
 from zoo.rng import generator
+from zoo.untraced import untraced
 
 
 class MatchOutput(NamedTuple):
@@ -204,7 +205,7 @@ def hard_negatives(scores: Tensor, illegal: Tensor, noise: Tensor) -> tuple[Tens
     return noisy.argmax(dim=1), ~illegal.all(dim=1)
 
 
-@torch.compiler.disable
+@untraced
 @torch.no_grad()
 def _negatives(
     output: DualOutput, share: Share, tokens: Tensor, key: Sequence[int | str] | None

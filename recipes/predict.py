@@ -32,13 +32,13 @@ from vision.predict import (
     check_classifier,
     find_images,
     image_source,
+    inputs_of,
     named,
     readable,
     top_classes,
 )
 from zoo import engine
 from zoo.engine.tracking import write_json
-from zoo.preprocess import normalize
 from zoo.run_folder import find_trained
 
 SHOWN = 50  # images in the printed table
@@ -130,7 +130,7 @@ def overlays(
     device = next(model.parameters()).device
     for place in places:
         pixels = source.__getitems__([(0, place)])["images"]
-        images = normalize(pixels.to(device), model.card.preprocessing)
+        images = inputs_of(model, pixels.to(device))
         weights = attention_maps(model, images, config.layer)[0]
         name, probability = predictions[place].classes[0]
         title = f"{predictions[place].path.name}: {name} {100 * probability:.1f} %"

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ["zoo", "vision", "crossmodal", "recipes"]  # each may import those before it
 # Floors inside zoo, lowest first; each may import its own floor and those below.
 FLOORS = [
-    {"rng", "layers", "card"},
+    {"rng", "layers", "card", "untraced"},
     {
         *(
             "registry",
@@ -123,6 +123,12 @@ def test_import_is_light(code: str) -> None:
     loaded = modules_after(code)
     assert "zoo" in loaded
     assert not loaded & (HEAVY | {"PIL", "safetensors"})
+
+
+def test_import_does_not_start_the_compiler() -> None:
+    """It takes over a second, which each command would pay."""
+    code = "import zoo, vision, crossmodal, sys; sys.exit('torch._dynamo' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_all_names_resolve() -> None:

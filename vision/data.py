@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -182,12 +182,9 @@ def _folder(
             raise ValueError(f"{root / split} holds no images ({', '.join(EXTENSIONS)})")
         if split == "train":
             _check_classes(root / split, names, found, "has no images")
-    errors = _unreadable([path for found in files.values() for path, _ in found])
+    errors = unreadable([path for found in files.values() for path, _ in found])
     if errors and bad == "stop":
-        raise ImageError(
-            f"{len(errors)} unreadable image files (--bad-images skip leaves them out):\n  "
-            + "\n  ".join([*list(errors.values())[:10], *(["..."] if len(errors) > 10 else [])])
-        )
+        raise ImageError(told_unreadable(errors, " (--bad-images skip leaves them out)"))
     if errors:
         skipped = list(errors)
         print(f"warning: {len(skipped)} unreadable image files are left out", file=sys.stderr)
@@ -271,7 +268,7 @@ def _without_images(names: Sequence[str], files: list[tuple[str, int]]) -> list[
     return [name for index, name in enumerate(names) if index not in present]
 
 
-def _unreadable(paths: list[str]) -> dict[str, str]:
+def unreadable(paths: Sequence[str]) -> dict[str, str]:
     """Files that do not decode, with the reason; each is decoded once, in threads."""
 
     def check(path: str) -> str | None:
@@ -284,6 +281,12 @@ def _unreadable(paths: list[str]) -> dict[str, str]:
     with ThreadPoolExecutor() as pool:
         found = zip(paths, pool.map(check, paths), strict=True)
         return {path: reason for path, reason in found if reason is not None}
+
+
+def told_unreadable(errors: Mapping[str, str], remedy: str = "") -> str:
+    """How many files of `unreadable` there are, and the first ten reasons."""
+    reasons = [*list(errors.values())[:10], *(["..."] if len(errors) > 10 else [])]
+    return "\n  ".join([f"{len(errors)} unreadable image files{remedy}:", *reasons])
 
 
 def _some(names: Sequence[str], most: int = 10) -> str:

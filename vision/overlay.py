@@ -22,6 +22,7 @@ from zoo.diagnostics.capture import capture_attention, taps_of
 from zoo.diagnostics.plotting import COLOURS, blend, enlarged, figure_class
 from zoo.layers.check import integer
 from zoo.layers.linear import Linformer
+from zoo.merge import describe
 from zoo.surgery import evaluating
 
 POOL = "attn_pool"
@@ -61,8 +62,7 @@ def attention_layer(model: Any, layer: int | None = None) -> str:
 def _no_attention(model: Any) -> str:
     from zoo.registry import list_models
 
-    card = getattr(model, "card", None)
-    name = getattr(card, "architecture", None) or type(model).__name__
+    name = describe(model)
     ours = name.partition(":")[2].partition(".")[0]
     example = ours if ours in list_models("vit_*") else "vit_tiny_patch16_224"
     return (

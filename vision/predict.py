@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from glob import glob
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,9 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from vision.data import EXTENSIONS, Split, make_source
-from vision.images import ImageError, decode
+from vision.data import EXTENSIONS, Split, make_source, told_unreadable, unreadable
+from vision.images import ImageError
 from zoo.layers.check import integer
+from zoo.merge import describe
 from zoo.preprocess import normalize
 from zoo.surgery import evaluating
 
@@ -91,24 +91,13 @@ def readable(paths: Sequence[Path], bad_images: str = "stop") -> list[Path]:
     """
     if bad_images not in ("stop", "skip"):
         raise ValueError(f"bad_images {bad_images!r} must be 'stop' or 'skip'")
-    with ThreadPoolExecutor() as pool:
-        errors = dict(zip(paths, pool.map(_error, paths), strict=True))
-    bad = [reason for reason in errors.values() if reason]
-    told = "\n  ".join([*bad[:10], *(["..."] if len(bad) > 10 else [])])
-    if bad and (bad_images == "stop" or len(bad) == len(paths)):
+    errors = unreadable([str(path) for path in paths])
+    if errors and (bad_images == "stop" or len(errors) == len(paths)):
         remedy = " (--bad-images skip leaves them out)" if bad_images == "stop" else ""
-        raise ImageError(f"{len(bad)} unreadable image files{remedy}:\n  {told}")
-    if bad:
-        print(f"warning: unreadable image files are left out:\n  {told}", file=sys.stderr)
-    return [path for path, reason in errors.items() if not reason]
-
-
-def _error(path: Path) -> str:
-    try:
-        decode(path)
-    except ImageError as error:
-        return str(error)
-    return ""
+        raise ImageError(told_unreadable(errors, remedy))
+    if errors:
+        print(f"warning: left out: {told_unreadable(errors)}", file=sys.stderr)
+    return [path for path in paths if str(path) not in errors]
 
 
 def image_source(model: Any, paths: Sequence[Path]) -> Any:
@@ -117,10 +106,15 @@ def image_source(model: Any, paths: Sequence[Path]) -> Any:
     return make_source(split, model.card.preprocessing, train=False, in_memory=False)
 
 
+def inputs_of(model: Any, pixels: Tensor) -> Tensor:
+    """What the model takes (b c y x), in its dtype, from pixels as a source gives them."""
+    images = normalize(pixels, model.card.preprocessing)
+    return images.to(next(model.parameters()).dtype)
+
+
 def logits_of(model: Any, pixels: Tensor) -> Tensor:
     """Outputs (b classes) for pixels as a source gives them (b c y x)."""
-    images = normalize(pixels, model.card.preprocessing)
-    return model(images.to(next(model.parameters()).dtype))
+    return model(inputs_of(model, pixels))
 
 
 def check_classifier(model: nn.Module) -> None:
@@ -128,11 +122,9 @@ def check_classifier(model: nn.Module) -> None:
     classes = getattr(model, "num_classes", None)
     if not classes or getattr(model, "global_pool", None) == "":
         what = "an output a token" if classes else "no classifier"
-        card = getattr(model, "card", None)
-        name = getattr(card, "architecture", None) or type(model).__name__
         raise ValueError(
-            f"{name} has {what}: predictions need a model with num_classes of at least 1 and "
-            "trained weights for them"
+            f"{describe(model)} has {what}: predictions need a model with num_classes of at least "
+            "1 and trained weights for them"
         )
 
 

@@ -27,7 +27,7 @@ from zoo.card import ModelCard
 from zoo.exported import INPUT, ONNX, PROGRAM, open_export, require
 from zoo.rng import generator
 from zoo.sources import CARD_FILE, FORMAT
-from zoo.weights import unwrap
+from zoo.weights import card_of, unwrap
 
 BATCHES = (1, 2, 5)  # checked where any batch size is allowed
 _TRACED = 3  # images of the batch that is traced: none of these sizes
@@ -204,15 +204,12 @@ class _Subject:
 
 
 def _card(model: nn.Module) -> ModelCard:
-    card = getattr(model, "card", None)
-    if not isinstance(card, ModelCard):
+    card = card_of(model)
+    if card is None:
         raise ExportError(
             f"{type(model).__name__} has no card, so the size of its images is unknown: build it "
             f"with zoo.create_model (zoo.register_model adds your own)"
         )
-    classes = getattr(model, "num_classes", None)
-    if isinstance(classes, int) and card.options.get("num_classes", classes) != classes:
-        card = card.with_options(num_classes=classes)  # a timm network with another classifier
     return card
 
 

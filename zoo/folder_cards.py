@@ -6,7 +6,6 @@ the library can be asked, its network on the meta device, whose settings can be 
 
 from __future__ import annotations
 
-import inspect
 import math
 import re
 from collections import Counter
@@ -62,12 +61,8 @@ def describe_timm(folder: Path, config: dict[str, Any], name: str) -> Source:
             f"{path}: {hosts.unknown_name('timm', str(architecture), list_models())}"
         )
     options = config.get("model_args") or {}
-    not_options = set(inspect.signature(create_model).parameters) & set(options)
-    if not_options:  # such as a checkpoint to load, or where to load it from
-        raise WeightsError(
-            f"{path}: model_args has {min(not_options)!r}, which is no model's option"
-        )
     try:
+        hosts.refuse_loading(architecture, options)
         with torch.device("meta"):
             network: Any = create_model(f"local-dir:{folder}")
     except Exception as error:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
@@ -63,7 +63,7 @@ def _timm(name: str) -> Host:
     ) -> nn.Module:
         from timm import create_model
 
-        _refuse_loading(name, create_model, options)
+        refuse_loading(name, options)
         if num_classes is None:  # as many as the trained weights have
             num_classes = 1000 if config is None else config.num_classes
         given = dict(options)
@@ -94,9 +94,11 @@ def _timm_config(name: str) -> Any:
         raise ValueError(f"timm:{name}: {error}") from error
 
 
-def _refuse_loading(name: str, create: Callable[..., Any], options: dict[str, Any]) -> None:
+def refuse_loading(name: str, options: Mapping[str, Any]) -> None:
     """timm's own parameters, such as a checkpoint to load, are no options of a network."""
-    found = sorted(options.keys() & inspect.signature(create).parameters.keys())
+    from timm import create_model
+
+    found = sorted(options.keys() & inspect.signature(create_model).parameters.keys())
     if found:
         raise TypeError(
             f"timm:{name} has no option {found[0]!r}; weights come by pretrained=SOURCE, "

@@ -13,7 +13,7 @@ from torch import nn
 
 from zoo.card import ModelCard
 from zoo.sources import listed
-from zoo.weights import save_pretrained, unwrap
+from zoo.weights import card_of, save_pretrained, unwrap
 
 LIBRARY = "attention-zoo"
 _LICENSES = re.compile(
@@ -117,8 +117,8 @@ transform = zoo.transforms(model)
 
 
 def _card_of(model: nn.Module) -> ModelCard:
-    card = getattr(unwrap(model), "card", None)
-    if not isinstance(card, ModelCard):
+    card = card_of(unwrap(model))
+    if card is None:
         raise TypeError(
             f"{type(model).__name__} has no card; models made by zoo.create_model have one"
         )

@@ -20,11 +20,10 @@ from torch import nn
 
 from zoo.hosts import HOSTS
 from zoo.merge import head_keys
-from zoo.registry import create_model, list_models
+from zoo.registry import FOLDERS, create_model, list_models
 from zoo.sources import CARD_FILE, WeightsError
 from zoo.weights import LoadReport, load_pretrained
 
-WHOLE = ("local-dir", "hf-hub")  # folders that say which model they hold, and bring its weights
 LEGAL = (
     "local-dir:FOLDER, hf-hub:OWNER/REPO, timm:NAME, torchvision:NAME, open_clip:ARCH/TAG and "
     "names of zoo.list_models()"
@@ -87,9 +86,9 @@ def find_trained(model: str, pretrained: str | None = None) -> TrainedModel:
         return TrainedModel(name, pretrained or (model if name != model else True))
     folder = Path(model).expanduser()
     saved = (folder / "model" / CARD_FILE).exists()
-    if pretrained and (saved or prefix in WHOLE):
+    if pretrained and (saved or prefix in FOLDERS):
         raise ValueError(f"--model {model} brings its own weights; drop --pretrained {pretrained}")
-    if colon and prefix in WHOLE:
+    if colon and prefix in FOLDERS:
         return TrainedModel(model)
     if saved:
         return TrainedModel(f"local-dir:{folder / 'model'}", flags=_flags(folder))

@@ -71,15 +71,12 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str]) -> Path:
         WeightsError: the model was not made by `zoo.create_model`, or `folder` holds other files.
     """
     model = unwrap(model)
-    card = getattr(model, "card", None)
-    if not isinstance(card, ModelCard) or card.architecture is None:
+    card = card_of(model)
+    if card is None or card.architecture is None:
         raise WeightsError(
             f"{type(model).__name__} does not know its registered name, so it could not be made "
             f"again; build it with zoo.create_model (zoo.register_model adds your own)"
         )
-    classes = getattr(model, "num_classes", None)
-    if isinstance(classes, int) and card.options.get("num_classes", classes) != classes:
-        card = card.with_options(num_classes=classes)  # a timm network with another classifier
     folder = Path(folder).expanduser()
     _refuse_foreign(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -91,6 +88,17 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str]) -> Path:
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return folder
+
+
+def card_of(model: nn.Module) -> ModelCard | None:
+    """A model's card as it is now; None without one."""
+    card = getattr(model, "card", None)
+    if not isinstance(card, ModelCard):
+        return None
+    classes = getattr(model, "num_classes", None)
+    if isinstance(classes, int) and card.options.get("num_classes", classes) != classes:
+        return card.with_options(num_classes=classes)  # a timm network with another classifier
+    return card
 
 
 def _write_model(model: nn.Module, card: ModelCard, folder: Path) -> None:

@@ -111,7 +111,7 @@ def test_timm_before_model_args_was_flat(tmp_path: Path) -> None:
         ({"architecture": "resnet10t", "model_args": {"foo": 1}}, r"timm cannot make resnet10t.*"),
         (
             {"architecture": "resnet10t", "model_args": {"checkpoint_path": "/etc/passwd"}},
-            r"model_args has 'checkpoint_path', which is no model's option",
+            r"timm:resnet10t has no option 'checkpoint_path'",
         ),
         (
             {"architecture": "resnet10t", "pretrained_cfg": {"interpolation": "lanczos"}},
