@@ -14,6 +14,7 @@ from timm.models.vision_transformer import VisionTransformer as Timm
 from timm.models.vision_transformer import checkpoint_filter_fn
 from torch import Tensor, nn
 from torchvision.models.vision_transformer import VisionTransformer as Torchvision
+from vit_files import assert_round_trip, images, load
 
 import zoo
 from vision import VisionTransformer
@@ -29,7 +30,7 @@ from vision.convert import (
 from vision.convert_clip import convert_clip_visual, revert_clip_visual
 from vision.convert_google import convert_google, revert_google
 from vision.convert_timm import convert_open_clip_trunk, revert_open_clip_trunk, timm_options
-from zoo.weights import LoadReport, Source, WeightsError, apply_source
+from zoo.weights import Source, WeightsError, apply_source
 
 SIZE: dict[str, Any] = {"embed_dim": 24, "depth": 2, "num_heads": 2, "mlp_ratio": 2.0}
 SMALL: dict[str, Any] = {**SIZE, "img_size": 16, "patch_size": 4, "num_classes": 5}
@@ -46,17 +47,6 @@ def randomised(network: nn.Module) -> Any:
     return network.eval()
 
 
-def load(tmp_path: Any, tensors: dict[str, Tensor], **options: Any) -> tuple[Any, LoadReport]:
-    """Our model with the weights of a bare file."""
-    torch.save(tensors, tmp_path / "weights.pt")
-    model = VisionTransformer(**options).eval()
-    return model, zoo.load_pretrained(model, f"file:{tmp_path / 'weights.pt'}")
-
-
-def images(rows: int = 16, cols: int = 16, channels: int = 3) -> Tensor:
-    return torch.randn(2, channels, rows, cols, generator=torch.Generator().manual_seed(1))
-
-
 def assert_same(ours: Tensor, theirs: Tensor) -> None:
     assert theirs.std() > 0.05  # else anything is close
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
@@ -67,12 +57,6 @@ def at_another_size(state: dict[str, Tensor], img_size: tuple[int, int], **optio
     model = Timm(**{**SMALL, **options, "img_size": img_size})
     model.load_state_dict(checkpoint_filter_fn(dict(state), model))
     return model.eval()
-
-
-def assert_round_trip(state: dict[str, Tensor], there: dict[str, Tensor]) -> None:
-    assert state.keys() == there.keys()
-    for name, value in state.items():
-        assert torch.equal(value, there[name]), name
 
 
 # --- parts all share -------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from timm.models.vision_transformer import VisionTransformer as Timm
 from timm.models.vision_transformer import checkpoint_filter_fn
 from torch import Tensor, nn
+from vit_files import assert_round_trip, images, load
 
 import zoo
 from vision import VisionTransformer
@@ -23,7 +24,7 @@ from vision.convert_transformers import (
     revert_transformers_dinov2,
     revert_transformers_vit,
 )
-from zoo.weights import LoadReport, Source, WeightsError, apply_source
+from zoo.weights import Source, WeightsError, apply_source
 
 SIZE: dict[str, Any] = {"embed_dim": 24, "depth": 2, "num_heads": 2, "mlp_ratio": 4.0}
 SMALL: dict[str, Any] = {**SIZE, "img_size": 16, "patch_size": 4, "num_classes": 0}
@@ -67,26 +68,9 @@ def saved(network: Any, tmp_path: Any) -> dict[str, Tensor]:
     return load_file(tmp_path / "theirs" / "model.safetensors")
 
 
-def load(tmp_path: Any, tensors: dict[str, Tensor], **options: Any) -> tuple[Any, LoadReport]:
-    """Our model with the weights of a bare file; also what loading says of them."""
-    torch.save(tensors, tmp_path / "weights.pt")
-    model = VisionTransformer(**options).eval()
-    return model, zoo.load_pretrained(model, f"file:{tmp_path / 'weights.pt'}")
-
-
-def images(rows: int = 16, cols: int = 16, channels: int = 3) -> Tensor:
-    return torch.randn(2, channels, rows, cols, generator=torch.Generator().manual_seed(1))
-
-
 def assert_same(ours: Tensor, theirs: Tensor) -> None:
     assert theirs.std() > 0.05  # else anything is close
     torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-4)
-
-
-def assert_round_trip(state: dict[str, Tensor], there: dict[str, Tensor]) -> None:
-    assert state.keys() == there.keys()
-    for name, value in state.items():
-        assert torch.equal(value, there[name]), name
 
 
 # --- ViT -------------------------------------------------------------------------------------

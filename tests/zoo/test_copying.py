@@ -5,39 +5,15 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from tiny_vit import make, randomized, saved, snapshot
 from torch import nn
 
 import zoo
 from zoo.weights import WeightsError
-
-NAME = "vit_micro_patch2_8"
-
-
-def make(**options: Any) -> Any:
-    token = {"class_token": True, "global_pool": "token"}
-    return zoo.create_model(NAME, **{"depth": 2, **token, **options})
-
-
-def randomized(**options: Any) -> Any:
-    model = make(**options)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(std=0.3)
-    return model
-
-
-def snapshot(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {key: value.clone() for key, value in model.state_dict().items()}
-
-
-def saved(tensors: dict[str, torch.Tensor], folder: Path) -> str:
-    save_file({k: v.contiguous() for k, v in tensors.items()}, folder / "x.safetensors")
-    return f"file:{folder / 'x.safetensors'}"
 
 
 @pytest.mark.parametrize("kind", ["nan", "inf", "-inf"])

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from timm.layers import resample_abs_pos_embed
+from tiny_vit import NAME, equal_state, make, randomized, snapshot
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -21,31 +22,6 @@ import zoo
 from zoo import report, sources, weights
 from zoo.merge import adapt_channels
 from zoo.weights import WeightsError
-
-NAME = "vit_micro_patch2_8"
-
-
-def make(**options: Any) -> Any:
-    token = {"class_token": True, "global_pool": "token"}
-    return zoo.create_model(NAME, **{"depth": 2, **token, **options})
-
-
-def randomized(**options: Any) -> Any:
-    model = make(**options)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(std=0.3)
-    return model
-
-
-def equal_state(one: nn.Module, other: nn.Module) -> bool:
-    a, b = one.state_dict(), other.state_dict()
-    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
-
-
-def snapshot(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {key: value.clone() for key, value in model.state_dict().items()}
-
 
 # --- the position grid ------------------------------------------------------------------------
 
