@@ -119,6 +119,15 @@ def notes_of(model: nn.Module, given: Source, source: Source, merge: Merge) -> I
         elif expected.size != card.preprocessing.size:
             there, here = _size(expected), _size(card.preprocessing)
             yield f"images of {there} there, of {here} here"
+    if given.card is None and given.network is None and not given.config:
+        yield (
+            "a bare file does not tell activation, epsilon, heads and pooling: those of "
+            + (describe(model) if source.card is None else "its library's usual models")
+            + " are assumed"
+        )
+    for key, (rows, cols) in merge.grids.items():
+        if key in merge.values and key not in source.position_grids and rows != cols:
+            yield f"the source does not tell the grid of {key}: {rows}x{cols} is assumed"
     extra = source.card.extra if source.card else {}
     yield from (f"left out: {what}" for what in extra.get("left_out", ()))
     yield from extra.get("notes", ())

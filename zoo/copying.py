@@ -35,7 +35,7 @@ def _is_finite(value: Tensor, dtype: torch.dtype) -> bool:
     """By the sum, and value by value only where that overflows or is not finite."""
     if not value.is_floating_point() and not value.is_complex():
         return True
-    if dtype is torch.float16:  # the only one that large weights overflow
+    if value.is_floating_point() and torch.finfo(dtype).max < torch.finfo(value.dtype).max:
         value = value.to(dtype)
     if value.is_floating_point() and value.element_size() < 4:
         value = value.float()

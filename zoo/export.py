@@ -112,6 +112,12 @@ def export_onnx(
             opset_version=opset,
         )
         assert program is not None  # only without dynamo
+        written = program.model.opset_imports[""]
+        if opset is not None and written != opset:
+            raise ExportError(
+                f"{subject.name} cannot be written in opset {opset}: torch's exporter wrote "
+                f"{written}; leave opset out, or take one nearer to it"
+            )
         program.model.metadata_props[CARD_FILE] = subject.card_text()
         program.save(file, external_data=False)
 

@@ -221,6 +221,8 @@ def _state_dict(data: Any, path: Path) -> tuple[dict[str, Tensor], str]:
     if others:
         raise WeightsError(f"{path}: {listed(others)} of the state dict are no tensors")
     tensors = {str(key): value for key, value in data.items()}
+    if sparse := [key for key, value in tensors.items() if value.layout is not torch.strided]:
+        raise WeightsError(f"{path}: {listed(sparse)} are sparse tensors; save them dense")
     _refuse_optimizer(tensors, path)
     return tensors, ".".join(inside)
 

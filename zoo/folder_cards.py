@@ -23,7 +23,6 @@ from zoo.hosts_open_clip import (
     open_clip_config,
     open_clip_preprocessing,
     tower_options,
-    trunk_grids,
 )
 from zoo.sources import Source, WeightsError, read_json
 
@@ -73,17 +72,20 @@ def describe_timm(folder: Path, config: dict[str, Any], name: str) -> Source:
         told = PretrainedCfg(**network.pretrained_cfg)
         card = hosts.timm_card(name, told)
         in_chans, *img_size = told.input_size
+        size = options.get("img_size", img_size)  # timm leaves input_size where sizes are dynamic
+        rows, cols = (size, size) if isinstance(size, int) else size
         outputs = {"num_classes": network.num_classes}
         card = replace(
             card,
             architecture=f"timm:{architecture}",
-            options={**options, **outputs, "in_chans": in_chans, "img_size": img_size},
+            options={**options, **outputs, "in_chans": in_chans, "img_size": [rows, cols]},
+            preprocessing=card.preprocessing.adapted(size=(rows, cols)),
             class_names=class_names(told.label_names, network.num_classes) or card.class_names,
             license=card.license or license_of(folder),
         )
     except _WRONG as error:
         raise WeightsError(f"{path}: {error}") from error
-    return Source(name, {}, card, trunk_grids(network), network)
+    return Source(name, {}, card, hosts.trunk_grids(network), network)
 
 
 def describe_open_clip(folder: Path, config: dict[str, Any], name: str) -> Source:

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import partial
 from typing import Any
 
 import torch
@@ -75,11 +77,22 @@ def _timm(name: str) -> Host:
             raise TypeError(f"timm:{name}: {error}") from error
         if config is not None and isinstance(config.first_conv, str):
             model.first_conv = config.first_conv  # type: ignore[assignment]
+        if trunk_grids(model):
+            model.position_grids = partial(trunk_grids, model)  # type: ignore[assignment]
         sizes = {"num_classes": num_classes, "in_chans": in_chans, "img_size": img_size}
         return with_card(model, {**options, **sizes})
 
     trained = config is not None and bool(config.has_weights)
     return Host(build, preprocessing, f"timm:{name}" if trained else None)
+
+
+def trunk_grids(network: Any) -> dict[str, tuple[int, int]]:
+    """The grid of a timm network's learned position embedding (1 n d), if it has one."""
+    grid = getattr(getattr(network, "patch_embed", None), "grid_size", None)
+    positions = getattr(network, "pos_embed", None)
+    if not grid or not isinstance(positions, nn.Parameter) or positions.ndim != 3:
+        return {}
+    return {"pos_embed": tuple(grid)} if positions.shape[1] >= math.prod(grid) else {}
 
 
 def _timm_config(name: str) -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from zoo.card import ModelCard, Preprocessing, plain
-from zoo.hosts import Host, change_stem, unknown_name, with_card
+from zoo.hosts import Host, change_stem, trunk_grids, unknown_name, with_card
 from zoo.layouts import Layout, register_layout
 from zoo.sources import Source, WeightsError
 
@@ -120,13 +120,6 @@ class OpenClipVisual(nn.Module):
             return {"visual.attnpool.positional_embedding": (side, side)}
         grids = trunk_grids(self.visual.trunk)
         return {f"visual.trunk.{name}": grid for name, grid in grids.items()}
-
-
-def trunk_grids(network: Any) -> dict[str, tuple[int, int]]:
-    """The grid of a timm network's learned position embedding, if it has one."""
-    grid = getattr(getattr(network, "patch_embed", None), "grid_size", None)
-    has_positions = isinstance(getattr(network, "pos_embed", None), nn.Parameter)
-    return {"pos_embed": tuple(grid)} if grid and has_positions else {}
 
 
 def find_open_clip(arch: str) -> Host:

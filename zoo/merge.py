@@ -177,6 +177,8 @@ class Merge:
         return resized if value.ndim == 3 else resized[0]
 
     def _misfit_of_grid(self, key: str, value: Tensor, old_grid: tuple[int, int]) -> str:
+        if value.shape[-1] != self.state[key].shape[-1]:  # another width, whatever the grid
+            return self._shapes(key, value)
         known = key in self.source.position_grids
         unknown = "unknown and not square (a folder of save_pretrained knows it)"
         prefix = "" if key.endswith(_TABLE) else f"{self._prefix(key)} prefix positions and "

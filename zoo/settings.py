@@ -20,6 +20,7 @@ _POOLING = (
 _PLAIN = ("num_groups", "num_heads", "pool_type")  # numbers and names that decide a value
 _ACTIVATION = re.compile(r"elu|silu|swish|mish|sigmoid|tanh|softplus|softsign", re.IGNORECASE)
 _TWINS = {"timm": ("tf_", ""), "open_clip": ("", "-quickgelu")}  # what one of two names has more
+_CLIP, _QUICK_CLIP = "_clip_", "_clip_quickgelu_"  # in names of timm and of ours
 
 
 def differences(model: nn.Module, network: nn.Module) -> dict[str, tuple[str, str]]:
@@ -36,7 +37,30 @@ def differences(model: nn.Module, network: nn.Module) -> dict[str, tuple[str, st
             unequal = [key for key in here if key in there and here[key] != there[key]]
             if unequal:
                 found[name] = (_text(here, unequal), _text(there, unequal))
-    return found
+    return found | _other_activations(model, network)
+
+
+def _other_activations(model: nn.Module, network: nn.Module) -> dict[str, tuple[str, str]]:
+    """Activations that two networks with tensors in common call differently, if they are not the
+    same functions as a whole."""
+    if not model.state_dict().keys() & network.state_dict().keys():
+        return {}
+    here, there = _activations(model), _activations(network)
+    ours = [function for name, function in here.items() if name not in there]
+    theirs = [function for name, function in there.items() if name not in here]
+    alike = all(f in theirs for f in ours) and all(f in ours for f in theirs)
+    if not ours or not theirs or alike:
+        return {}
+    told = (", ".join(dict.fromkeys(map(str, functions))) for functions in (ours, theirs))
+    return {"activations": (next(told), next(told))}
+
+
+def _activations(network: nn.Module) -> dict[str, _Activation]:
+    return {
+        name: _Activation(module)
+        for name, module in network.named_modules(remove_duplicate=False)
+        if not isinstance(module, nn.Identity) and "activation" in _settings(module)
+    }
 
 
 def _text(settings: dict[str, Any], names: list[str]) -> str:
@@ -132,26 +156,35 @@ def twin_of(architecture: str) -> tuple[str, str] | None:
     """Another network of the library with the same tensors and other settings, and which these are.
 
     timm has many networks twice, `tf_NAME` with the padding and the epsilon of TensorFlow;
-    open_clip some with QuickGELU. Weights of one load into the other, and compute other values.
+    open_clip, timm and this zoo have some of CLIP's with QuickGELU. Weights of one load into the
+    other, and compute other values.
     """
-    from zoo.hosts import find_host
+    from zoo.registry import create_model
 
-    library, _, name = architecture.partition(":")
+    library, _, name = architecture.rpartition(":")
     other = _other_name(library, name.partition(".")[0])
     if other is None:
         return None
     try:
         with torch.device("meta"):
-            one, two = (find_host(library, n).build() for n in (name, other))
+            one, two = (
+                create_model(f"{library}:{n}" if library else n, num_classes=0)
+                for n in (name, other)
+            )  # without the classifier, whose default size need not be the same
     except ValueError:  # there is no such network
         return None
     if _shapes(one) != _shapes(two) or not (found := differences(one, two)):
         return None
     key, (here, there) = next(iter(found.items()))
-    return f"{library}:{other}", f"{len(found)} modules, such as {key}: {here} or {there}"
+    return f"{library}:{other}".removeprefix(
+        ":"
+    ), f"{len(found)} modules, such as {key}: {here} or {there}"
 
 
 def _other_name(library: str, name: str) -> str | None:
+    if library in ("", "timm") and _CLIP in name:
+        quick = _QUICK_CLIP in name
+        return name.replace(*((_QUICK_CLIP, _CLIP) if quick else (_CLIP, _QUICK_CLIP)))
     if library not in _TWINS:
         return None
     prefix, suffix = _TWINS[library]

@@ -90,3 +90,25 @@ def test_weights_are_never_held_twice(kind: str, tmp_path: Path) -> None:
         [sys.executable, "-c", MEMORY, source, micro], capture_output=True, text=True, check=True
     )
     assert float(run.stdout) < 0.5
+
+
+@pytest.mark.parametrize(
+    ("stored", "dtype", "value"),
+    [
+        (torch.float64, torch.float32, 1e300),
+        (torch.float64, torch.bfloat16, 1e300),
+        (torch.float32, torch.bfloat16, 3.4e38),
+        (torch.float32, torch.float16, 1e5),
+    ],
+)
+def test_what_overflows_in_the_models_dtype_is_refused(
+    stored: torch.dtype, dtype: torch.dtype, value: float, tmp_path: Path
+) -> None:
+    state = {key: tensor.to(stored) for key, tensor in randomized().state_dict().items()}
+    state["head.bias"][0] = value
+    torch.save(state, tmp_path / "large.pt")
+    model = make().to(dtype)
+    before = snapshot(model)
+    with pytest.raises(WeightsError, match=r"too large for the model's dtype, in 1 .*head\.bias"):
+        zoo.load_pretrained(model, f"file:{tmp_path / 'large.pt'}")
+    assert all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items())

@@ -360,3 +360,9 @@ def test_inserted_modules_keep_their_effect(tmp_path: Path) -> None:
 def test_names_of_the_package() -> None:
     assert zoo.export_onnx is export_onnx
     assert zoo.export_program is export_program
+
+
+def test_an_opset_that_torch_does_not_write_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match="cannot be written in opset 7: torch's exporter wrote"):
+        export_onnx(trained(vit()), tmp_path / "model.onnx", opset=7)
+    assert not list(tmp_path.iterdir())

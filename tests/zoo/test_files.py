@@ -353,3 +353,10 @@ def test_bad_grids_of_a_checkpoint_are_named(tmp_path: Path) -> None:
     state = {"model": make().state_dict(), "position_grids": {"pos_embed": 4}}
     torch.save(state, tmp_path / "x.pt")
     refuse(tmp_path / "x.pt", r"position_grids must be a table of \(rows, columns\)")
+
+
+def test_sparse_tensors_are_named(tmp_path: Path) -> None:
+    state = {"head.weight": torch.eye(3).to_sparse(), "head.bias": torch.ones(3)}
+    torch.save(state, tmp_path / "sparse.pt")
+    with pytest.raises(WeightsError, match=r"head\.weight are sparse tensors; save them dense"):
+        read_file(str(tmp_path / "sparse.pt"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from open_clip.model import CLIP, CLIPVisionCfg, _build_vision_tower, resize_pos
 from PIL import Image
 from sklearn.datasets import load_sample_image
 from timm.data import ImageNetInfo, create_transform, resolve_data_config
+from timm.models.vision_transformer import checkpoint_filter_fn
 from torch import nn
 from torchvision.transforms.v2.functional import pil_to_tensor
 
@@ -448,3 +450,37 @@ def test_a_folder_cannot_make_timm_load_another_file(option: str, tmp_path: Path
     (tmp_path / "model/model.json").write_text(json.dumps(card))
     with pytest.raises(TypeError, match=f"resnet10t has no option '{option}'"):
         zoo.create_model(f"local-dir:{tmp_path / 'model'}")
+
+
+SMALL_TIMM = {"embed_dim": 32, "depth": 2, "num_heads": 2, "patch_size": 8, "num_classes": 4}
+
+
+def test_positions_of_a_timm_host_follow_the_image_size(tmp_path: Path) -> None:
+    theirs = timm.create_model("vit_tiny_patch16_224", img_size=64, **SMALL_TIMM).eval()
+    args = {"img_size": 64, **SMALL_TIMM}
+    timm.models.save_for_hf(theirs, tmp_path / "theirs", model_args=args)
+    source = f"local-dir:{tmp_path / 'theirs'}"
+    expected = timm.create_model("vit_tiny_patch16_224", img_size=(96, 48), **SMALL_TIMM).eval()
+    expected.load_state_dict(checkpoint_filter_fn(dict(theirs.state_dict()), expected))
+    x = torch.randn(2, 3, 96, 48)
+    for ours in (
+        zoo.create_model(source, img_size=(96, 48)),
+        zoo.create_model(
+            "timm:vit_tiny_patch16_224", pretrained=source, img_size=(96, 48), **SMALL_TIMM
+        ),
+    ):
+        torch.testing.assert_close(ours.eval()(x), expected(x), atol=1e-5, rtol=1e-4)
+    copied = copy.deepcopy(ours)
+    zoo.save_pretrained(copied, tmp_path / "ours")
+    again = zoo.create_model(f"local-dir:{tmp_path / 'ours'}").eval()
+    assert torch.equal(again(x), ours(x))
+
+
+def test_a_timm_folder_of_dynamic_size_opens_at_its_own(tmp_path: Path) -> None:
+    args = {"img_size": 32, "dynamic_img_size": True, **SMALL_TIMM}
+    theirs = timm.create_model("vit_tiny_patch16_224", **args).eval()
+    timm.models.save_for_hf(theirs, tmp_path / "theirs", model_args=args)
+    ours = zoo.create_model(f"local-dir:{tmp_path / 'theirs'}").eval()
+    assert ours.card.preprocessing.size == (32, 32)
+    x = torch.randn(2, 3, 32, 32)
+    torch.testing.assert_close(ours(x), theirs(x))

@@ -171,7 +171,11 @@ def test_frozen_parts_take_values_and_stay_frozen(tmp_path: Path) -> None:
 
 def test_notes_tell_of_preprocessing(tmp_path: Path) -> None:
     report = zoo.load_pretrained(make(), saved(randomized().state_dict(), tmp_path))
-    (note,) = report.notes
+    note, untold = report.notes
+    assert untold == (
+        "a bare file does not tell activation, epsilon, heads and pooling: those of "
+        "vit_micro_patch2_8 are assumed"
+    )
     assert note == (
         "the source says nothing of preprocessing; assumed: size 8x8, mean 0.5, 0.5, 0.5, "
         "std 0.5, 0.5, 0.5, bicubic, crop 1"
@@ -187,3 +191,22 @@ def test_options_asked_for_are_noted(tmp_path: Path) -> None:
     source = sources.read_source(f"local-dir:{folder}")
     report = weights.apply_source(make(act="gelu_tanh"), source, allowed=["act"])
     assert report.notes == ("as asked for, act: 'gelu' there, 'gelu_tanh' here",)
+
+
+def test_a_bare_file_says_what_is_assumed(tmp_path: Path) -> None:
+    model = randomized(img_size=(8, 16))
+    report = zoo.load_pretrained(make(img_size=(16, 8)), saved(snapshot(model), tmp_path))
+    assert any("grid of pos_embed: 8x4 is assumed" in note for note in report.notes)
+    assert any("does not tell activation" in note for note in report.notes)
+    folder = zoo.save_pretrained(model, tmp_path / "model")
+    report = zoo.load_pretrained(make(img_size=(16, 8)), f"local-dir:{folder}")
+    assert report.resized
+    assert not any("assumed" in note for note in report.notes)
+
+
+def test_another_width_is_not_taken_for_another_grid(tmp_path: Path) -> None:
+    source = saved(snapshot(randomized(embed_dim=32)), tmp_path)
+    with pytest.raises(WeightsError) as caught:
+        zoo.load_pretrained(make(), source)
+    assert "pos_embed: (1, 17, 32) in the source, (1, 17, 64) in the model\n" in str(caught.value)
+    assert "not square" not in str(caught.value).partition("likely cause")[0]

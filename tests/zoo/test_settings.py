@@ -174,3 +174,37 @@ def test_twins_are_found_by_their_settings() -> None:
     twin, how = twin_of("open_clip:ViT-B-32") or ("", "")
     assert twin == "open_clip:ViT-B-32-quickgelu"
     assert "QuickGELU" in how
+
+
+@pytest.mark.parametrize("act", ["gelu", "silu", "leaky_relu"])
+def test_activations_under_other_names_must_agree(act: str, tmp_path: Path) -> None:
+    theirs = timm.create_model("resnet18", num_classes=4, act_layer=act)
+    options = {"act_layer": act, "num_classes": 4}
+    timm.models.save_for_hf(theirs, tmp_path / "theirs", model_args=options)
+    ours = zoo.create_model("resnet18", num_classes=4)
+    before = {key: value.clone() for key, value in ours.state_dict().items()}
+    with pytest.raises(WeightsError, match="other settings in 1 modules: activations"):
+        zoo.load_pretrained(ours, f"local-dir:{tmp_path / 'theirs'}")
+    assert all(torch.equal(value, before[key]) for key, value in ours.state_dict().items())
+
+
+def test_the_same_activation_under_another_name_is_no_difference(tmp_path: Path) -> None:
+    theirs = timm.create_model("resnet18", num_classes=4).eval()
+    timm.models.save_for_hf(theirs, tmp_path / "theirs", model_args={"num_classes": 4})
+    ours = zoo.create_model("resnet18", num_classes=4).eval()
+    zoo.load_pretrained(ours, f"local-dir:{tmp_path / 'theirs'}")
+    x = torch.randn(2, 3, 64, 64)
+    torch.testing.assert_close(ours(x), theirs(x))
+
+
+@pytest.mark.parametrize("library", ["", "timm:"])
+def test_quick_gelu_is_a_twin(library: str, tmp_path: Path) -> None:
+    name, quick = "vit_base_patch16_clip_224", "vit_base_patch16_clip_quickgelu_224"
+    assert (twin_of(library + name) or ("",))[0] == library + quick
+    assert (twin_of(library + quick) or ("",))[0] == library + name
+    small = {"embed_dim": 32, "depth": 2, "num_heads": 4, "patch_size": 8, "num_classes": 5}
+    build = timm.create_model(quick, img_size=32, **small)
+    save_file(build.state_dict(), tmp_path / "quick.safetensors")
+    model = zoo.create_model(library + name, img_size=32, **small)
+    with pytest.warns(UserWarning, match=f"or as {library}{quick}"):
+        zoo.load_pretrained(model, f"file:{tmp_path / 'quick.safetensors'}")
