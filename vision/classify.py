@@ -20,6 +20,7 @@ from vision.data import ImageDataset, make_source
 from vision.evaluate import count
 from zoo.freezing import check_rule
 from zoo.layers.check import positive
+from zoo.merge import head_keys
 from zoo.preprocess import normalize
 from zoo.registry import FOLDERS
 from zoo.weights import apply_source, read_source
@@ -80,6 +81,9 @@ def create_classifier(
 ) -> Any:
     """`zoo.create_model`, which also says what became of every tensor of the weights.
 
+    A classifier that starts anew on trained weights starts at zero (arXiv 2010.11929, 3.2): some
+    networks' own start, made for a thousand classes, gives a few of them logits in the tens.
+
     Args:
         name: Of the model.
         weights: A source of `zoo.load_pretrained`; None starts from random ones.
@@ -89,10 +93,15 @@ def create_classifier(
     options = {key: value for key, value in options.items() if value is not None}
     if weights is not None and brings_weights(name):
         raise ValueError(f"{name} brings its own weights; drop pretrained ({weights})")
-    model = zoo.create_model(name, **options)
+    model: Any = zoo.create_model(name, **options)
     if weights is not None:
         source = read_source(weights)
-        say(str(apply_source(model, source, allowed=options)))  # what was asked for may differ
+        report = apply_source(model, source, allowed=options)  # what was asked for may differ
+        say(str(report))
+        head = model.get_classifier()
+        if isinstance(head, nn.Linear | nn.Conv2d) and head_keys(model) <= {*report.reinitialized}:
+            for parameter in head.parameters():
+                nn.init.zeros_(parameter)
     return model
 
 

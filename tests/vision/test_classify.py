@@ -92,10 +92,13 @@ def test_weights_are_loaded_and_accounted_for(tmp_path):
     found = create_classifier("resnet_micro", weights, said.append, num_classes=4, img_size=None)
     assert torch.equal(found.conv1.weight, source.conv1.weight)
     assert found.num_classes == 4
-    assert len(said) == 1
+    assert len(said) == 1, "once"
     assert "3 classes in the source, 4 here" in said[0]
-    create_classifier("resnet_micro", None, said.append)
-    assert len(said) == 1
+    assert not any(parameter.any() for parameter in found.fc.parameters()), "it starts at zero"
+    again = create_classifier("resnet_micro", weights, said.append, num_classes=3)
+    assert torch.equal(again.fc.weight, source.fc.weight)
+    assert create_classifier("resnet_micro", None, said.append).fc.weight.any()
+    assert len(said) == 2
 
 
 def test_a_model_with_weights_takes_no_others(tmp_path):
