@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import zoo
 from vision.overlay import attention_layer, attention_maps, draw_overlay, picture_names
+from vision.predict import inputs_of
 
 SIZE = (8, 12)  # a grid of 4 x 6
 
@@ -133,3 +134,12 @@ def test_a_picture_is_bright_where_the_model_looks(tmp_path: Path, smooth: bool)
 def test_pictures_of_files_of_one_name() -> None:
     paths = [Path(name) for name in ("a/cat.jpg", "b/cat.png", "cat-2.jpg", "dog.jpg")]
     assert picture_names(paths) == ["cat.png", "cat-2.png", "cat-2-2.png", "dog.png"]
+
+
+def test_maps_of_a_model_in_bf16() -> None:
+    model = zoo.create_model("vit_micro_patch4_32", num_classes=3).bfloat16()
+    pixels = torch.randint(256, (1, 3, 32, 32), dtype=torch.uint8)
+    images = inputs_of(model, pixels)
+    assert images.dtype is torch.bfloat16
+    maps = attention_maps(model, images)
+    torch.testing.assert_close(maps.sum((1, 2)), torch.ones(1), atol=0.02, rtol=0)
