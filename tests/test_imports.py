@@ -34,6 +34,7 @@ FLOORS = [
         *("export", "exported"),
     },
     {"engine"},
+    {"pages"},
     {"ablation"},
 ]
 LIGHT = {"torch", "einops", "zoo", *sys.stdlib_module_names}  # what zoo may import at module level

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from zoo.diagnostics.capture import NothingCapturedError, capture_attention
+from zoo.diagnostics.flow import rollout
 from zoo.diagnostics.gate_report import draw_gates, save_gates
 from zoo.diagnostics.gates import (
     GateMoments,
@@ -12,18 +13,41 @@ from zoo.diagnostics.gates import (
     gate_ranges,
     gate_statistics,
 )
-from zoo.diagnostics.measures import entropy
+from zoo.diagnostics.heads import effective_heads, head_similarity
+from zoo.diagnostics.layer_summary import summary
+from zoo.diagnostics.measures import (
+    attention_distance,
+    attention_rank,
+    diagonal_share,
+    entropy,
+    stable_rank,
+    token_share,
+)
+from zoo.diagnostics.tokens import attention_received, outlier_norms, position_bias, sink_tokens
 
 __all__ = [
     "GateMoments",
     "GateStatistics",
     "NothingCapturedError",
+    "attention_distance",
+    "attention_rank",
+    "attention_received",
     "capture_attention",
     "capture_gates",
+    "diagonal_share",
     "draw_gates",
+    "effective_heads",
     "entropy",
     "gate_profile",
     "gate_ranges",
     "gate_statistics",
+    "head_similarity",
+    "outlier_norms",
+    "position_bias",
+    "rollout",
     "save_gates",
+    "sink_tokens",
+    "stable_rank",
+    "summary",
+    "token_share",
 ]
