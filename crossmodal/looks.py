@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,15 +19,20 @@ from torch import Tensor
 from crossmodal.captioner import Captioner
 from crossmodal.data import Pairs, make_pair_source
 from crossmodal.generate import generate
+from crossmodal.look_numbers import PairLooks, look_at_pairs
 from crossmodal.matcher import Matcher
 from crossmodal.overlay import attention_layers, word_maps
 from crossmodal.overlay_figure import draw
 from crossmodal.tokenizer import Tokenizer
+from vision.fixed_images import FixedImages, spread, undisturbed
+from vision.training_watch import Report, resume, watch_training
+from zoo.diagnostics.look_files import pack
 from zoo.layers.check import integer
 from zoo.preprocess import normalize
 from zoo.surgery import evaluating
 
 MOST_STEPS = 12  # rows of over_time.png
+TEXTS = ("words", "captions", "remarks")
 
 
 @dataclass(frozen=True)
@@ -47,13 +53,25 @@ class Look:
     captions: list[str]
     remarks: list[str]
 
-    def save(self, path: Path) -> None:
-        """Writes `pixels` and `maps` as safetensors, the texts as JSON in their metadata."""
+    def save(
+        self,
+        path: Path,
+        tensors: Mapping[str, Tensor] | None = None,
+        more: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Writes `pixels` and `maps` as safetensors, the texts as JSON in their metadata.
+
+        Args:
+            path: Of the file.
+            tensors: To write beside them.
+            more: To tell beside the texts.
+        """
         from safetensors.torch import save_file
 
-        told = {name: json.dumps(getattr(self, name)) for name in ("words", "captions", "remarks")}
+        told = {name: getattr(self, name) for name in TEXTS} | dict(more or {})
         arrays = {"pixels": self.pixels.contiguous(), "maps": self.maps.contiguous()}
-        save_file(arrays, path, metadata=told)
+        metadata = {name: json.dumps(value) for name, value in told.items()}
+        save_file({**arrays, **(tensors or {})}, path, metadata=metadata)
 
     @classmethod
     def load(cls, path: Path) -> Look:
@@ -61,7 +79,7 @@ class Look:
         from safetensors import safe_open
 
         with safe_open(path, framework="pt") as file:
-            told = {name: json.loads(text) for name, text in file.metadata().items()}
+            told = {name: json.loads(file.metadata()[name]) for name in TEXTS}
             return cls(pixels=file.get_tensor("pixels"), maps=file.get_tensor("maps"), **told)
 
 
@@ -116,17 +134,6 @@ def _for_all(captions: Sequence[str], number: int, tokenizer: Tokenizer) -> list
     return list(captions) * (number // len(captions))
 
 
-def spread(number: int, total: int) -> list[int]:
-    """So many indices, at even distances over all.
-
-    >>> spread(4, 277)
-    [0, 69, 138, 207]
-    """
-    if integer("samples", number) > total:
-        raise ValueError(f"samples ({number}) must not exceed {total}, the number of pairs")
-    return [total * index // number for index in range(number)]
-
-
 def look_at(
     model: Any,
     pairs: dict[str, Tensor],
@@ -168,11 +175,12 @@ def _log_odds(model: Matcher, images: Tensor, tokens: Tensor, mask: Tensor) -> l
 
 
 class AttentionSaver:
-    """Saves where a model looks as it trains: `engine.fit(after_update=saver)`.
+    """Looks at pairs again and again as a model trains: `engine.fit(after_update=saver)`.
 
-    Every so many updates it writes stepNNNNNN.safetensors and .png of the same pairs, and `finish`
-    draws over_time.png. Nothing of the training is changed. Without matplotlib there are no
-    pictures, with a warning.
+    Every so many updates it writes stepNNNNNN.safetensors and .png of the same pairs, and returns
+    numbers on the layers between the modalities and the image tower's own; `finish` draws
+    over_time.png. Nothing of the training is changed. Without matplotlib there are no pictures,
+    with a warning.
 
     Args:
         model: A `Matcher` or a `Captioner`.
@@ -181,6 +189,9 @@ class AttentionSaver:
         every: Updates between two looks.
         samples: How many pairs; all, where there are fewer.
         main: Whether this process writes; the others do nothing.
+        autocast: Makes the context of a forward pass, for its precision.
+        report: Is told what was seen.
+        step: Updates before this training: what was written later is removed.
     """
 
     def __init__(
@@ -192,22 +203,45 @@ class AttentionSaver:
         samples: int = 4,
         *,
         main: bool = True,
+        autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        report: Report | None = None,
+        step: int = 0,
     ) -> None:
         attention_layers(model)  # a model that cannot be looked at is refused before it trains
         self.every, self.folder, self.main = integer("every", every), Path(folder), main
-        self.draws = True
+        self.autocast, self.report, self.step = autocast, report, step
+        self.started, self.draws = False, True
         if main:
             indices = spread(min(integer("samples", samples), len(pairs)), len(pairs))
             self.pairs = fixed_pairs(model, pairs, indices)
 
-    def __call__(self, model: Any, step: int) -> None:
-        if not self.main or step % self.every:
-            return
-        look = look_at(model, self.pairs)
+    def __call__(self, model: Any, step: int) -> dict[str, float]:
+        """The numbers of a look, where one is due."""
+        if not self.main:
+            return {}
+        if not self.started:
+            self.started = True
+            resume(self.folder, self.step, self.report)
+        if step % self.every:
+            return {}
+        with undisturbed(model), self.autocast():
+            look, seen = look_at(model, self.pairs), self._numbers(model)
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"step{step:06d}"
-        look.save(path.with_suffix(".safetensors"))
+        training = dict(self.report.training) if self.report else {}
+        more = {"training": training, "shares": seen.shares}
+        look.save(path.with_suffix(".safetensors"), pack(seen.layers), more)
         self._draw(look, path.with_suffix(".png"))
+        if self.report is not None:
+            self.report(step, layers=seen.layers, shares=seen.shares)
+        return seen.numbers()
+
+    def _numbers(self, model: Any) -> PairLooks:
+        device = next(model.parameters()).device
+        images = normalize(self.pairs["images"].to(device), model.card.preprocessing)
+        return look_at_pairs(
+            model, images, self.pairs["tokens"].to(device), self.pairs["mask"].to(device)
+        )
 
     def finish(self) -> None:
         """Draws the first pair at all steps, of an interrupted and resumed training too."""
@@ -223,6 +257,35 @@ class AttentionSaver:
         except ImportError as error:
             self.draws = False
             print(f"warning: {error}", file=sys.stderr)
+
+
+class TowerWatch:
+    """The same for the image tower alone, of a model without attention between words and patches.
+
+    Args:
+        model: Whose `image_tower` is looked at.
+        pairs, folder, every, samples: As for `AttentionSaver`.
+        **options: Of `vision.training_watch.TrainingWatch`.
+
+    Raises:
+        ValueError: The tower has neither attention nor gates that can be seen.
+    """
+
+    def __init__(
+        self, model: Any, pairs: Pairs, folder: Path, every: int, samples: int = 4, **options: Any
+    ) -> None:
+        indices = spread(min(integer("samples", samples), len(pairs)), len(pairs))
+        pixels = fixed_pairs(model, pairs, indices)["images"]
+        names = tuple(f"image {index}\n{pairs.captions[index][0]}" for index in indices)
+        images = FixedImages(pixels, normalize(pixels, model.card.preprocessing), names)
+        self.watch = watch_training(model.image_tower, images, folder, every, **options)
+
+    def __call__(self, model: Any, step: int) -> dict[str, float]:
+        """The numbers of a look, where one is due."""
+        return self.watch(model.image_tower, step)
+
+    def finish(self) -> None:
+        self.watch.finish()
 
 
 def over_time(folder: Path) -> Look | None:

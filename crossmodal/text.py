@@ -108,49 +108,40 @@ class TextTower(nn.Module):
         self.pooled_features = self.num_features
         self.pool, self.causal, self.grad_checkpointing = pool, causal, False
         norm_layer = partial(nn.LayerNorm, eps=norm_eps)
+        mlp = {"mlp_ratio": mlp_ratio, "norm_layer": norm_layer, "act_layer": ACTIVATIONS[act]}
 
         self.token_embed = nn.Embedding(self.vocab_size, embed_dim)
         self._add_positions(position)
         self.embed_drop = nn.Dropout(embed_drop_rate)
+        make_attention = partial(
+            create_attention,
+            attention,
+            embed_dim,
+            num_heads,
+            head_dim=head_dim,
+            qk_norm=qk_norm,
+            attn_drop=attn_drop_rate,
+            proj_drop=proj_drop_rate,
+            norm_layer=norm_layer,
+        )
         self.blocks = nn.ModuleList(
             Block(
                 embed_dim,
                 num_heads,
-                mlp_ratio=mlp_ratio,
                 init_values=init_values,
                 drop_path=drop_path_rate * layer / max(1, depth - 1),
                 proj_drop=proj_drop_rate,
-                attn=create_attention(
-                    attention,
-                    embed_dim,
-                    num_heads,
-                    head_dim=head_dim,
-                    qk_norm=qk_norm,
-                    attn_drop=attn_drop_rate,
-                    proj_drop=proj_drop_rate,
-                    norm_layer=norm_layer,
+                attn=make_attention(
                     **self._attention_options(attention, attention_options, layer),
-                    **self._position_option(
-                        position, num_heads, head_width(embed_dim, num_heads, head_dim)
-                    ),
+                    **self._position_option(position, num_heads, head_dim),
                 ),
-                norm_layer=norm_layer,
-                act_layer=ACTIVATIONS[act],
+                **mlp,
             )
             for layer in range(integer("depth", depth, minimum=0))
         )
         self.norm = norm_layer(embed_dim)
-        self.attn_pool = (
-            AttentionPool(
-                embed_dim,
-                num_heads,
-                mlp_ratio=mlp_ratio,
-                norm_layer=norm_layer,
-                act_layer=ACTIVATIONS[act],
-            )
-            if pool == "attention"
-            else None
-        )
+        pools = pool == "attention"
+        self.attn_pool = AttentionPool(embed_dim, num_heads, **mlp) if pools else None
         self.init_weights()
 
     def _add_positions(self, position: str) -> None:
@@ -173,11 +164,15 @@ class TextTower(nn.Module):
         known = {name: value for name, value in known.items() if name in core_options(kind)}
         return {**known, **(options or {})}
 
-    def _position_option(self, position: str, num_heads: int, head_dim: int) -> dict[str, Any]:
+    def _position_option(
+        self, position: str, num_heads: int, head_dim: int | None
+    ) -> dict[str, Any]:
         """A position inside the attention of one block."""
         if position == "relative":
             return {"bias": RelativeBias1d(num_heads, bidirectional=not self.causal)}
-        return {"rope": Rope(head_dim)} if position == "rope" else {}
+        if position == "rope":
+            return {"rope": Rope(head_width(self.embed_dim, num_heads, head_dim))}
+        return {}
 
     def init_weights(self) -> None:
         """CLIP's initialisation: what is added to the residual stream shrinks with the depth."""
@@ -272,6 +267,10 @@ class TextTower(nn.Module):
     def make_tokenizer(self) -> Tokenizer:
         """The tokenizer whose ids the tower reads."""
         return create_tokenizer(self.tokenizer, self.context_length)
+
+    def position_lengths(self) -> set[str]:
+        """Names of the learned positions, for resampling; see `zoo.merge`."""
+        return {"pos_embed"} if isinstance(self.pos_embed, nn.Parameter) else set()
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Whether blocks are computed again in the backward pass instead of kept."""

@@ -1,12 +1,12 @@
 """CLIP's text tower as a source for `TextTower`: open_clip's and OpenAI's names, and transformers'.
 
 A whole CLIP model will do: what belongs to its images, and the projection behind the tower, is left
-out, and the card says so. For another `context_length` positions are resampled linearly, as
-open_clip does; a shorter caption needs no other length. No tensor tells the activation, the number
-of heads and what stands at padding; they come from the source's network or config, where it has
-one.
+out, and the card says so. For another `context_length` loading resamples positions linearly, as
+open_clip does, unless told not to; a shorter caption needs no other length. No tensor tells the
+activation, the number of heads and what stands at padding; they come from the source's network or
+config, where it has one.
 
-Shapes: n positions, d width.
+Shapes: d width.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from crossmodal.convert import StateDict, convert_text_tower
 from crossmodal.text import ACTIVATIONS, TextTower
@@ -52,6 +51,7 @@ TRANSFORMERS = KeyMap(
         "final_layer_norm": "norm",
     }
 )
+DEFAULTS = {"num_attention_heads": 8, "layer_norm_eps": 1e-5, "hidden_act": "quick_gelu"}
 BESIDE = ("vision_model.", "visual_projection.", "text_projection.", "logit_scale")
 
 
@@ -72,15 +72,6 @@ def revert_transformers_text(state_dict: StateDict) -> dict[str, Tensor]:
     return TRANSFORMERS.revert(ours | {"pos_embed": ours["pos_embed"][0]})
 
 
-def resample_positions(pos_embed: Tensor, length: int) -> Tensor:
-    """(1 n d) -> (1 length d), linearly between the nearest positions."""
-    if pos_embed.shape[1] == length:
-        return pos_embed
-    channels_first = pos_embed.float().transpose(1, 2)
-    resampled = F.interpolate(channels_first, size=length, mode="linear", align_corners=False)
-    return resampled.transpose(1, 2).to(pos_embed.dtype)
-
-
 # --- layouts -----------------------------------------------------------------------------------
 
 
@@ -99,6 +90,8 @@ def _translate_open_clip(source: Source, model: nn.Module) -> Source:
 def _translate_transformers(source: Source, model: nn.Module) -> Source:
     tensors = convert_transformers_text(source.tensors)
     config = source.config.get("text_config", source.config)
+    if source.config.get("library") == "transformers":  # which leaves out what equals its defaults
+        config = {**DEFAULTS, **config}
     names = {"num_heads": "num_attention_heads", "norm_eps": "layer_norm_eps", "act": "hidden_act"}
     options = {ours: config[theirs] for ours, theirs in names.items() if theirs in config}
     if options.get("act", "gelu") not in ACTIVATIONS:
@@ -113,15 +106,7 @@ def _translated(
     source: Source, model: Any, tensors: dict[str, Tensor], options: Mapping[str, Any]
 ) -> Source:
     """A source under our names. Its card's options and preprocessing are those of the images."""
-    positions, notes = tensors["pos_embed"], []
-    if "act" not in options:
-        notes.append(NOTE)
-    if model.pos_embed is not None and positions.shape[1] != model.context_length:
-        tensors["pos_embed"] = resample_positions(positions, model.context_length)
-        notes.append(
-            f"positions resampled linearly from {positions.shape[1]} to {model.context_length} "
-            f"tokens"
-        )
+    notes = [] if "act" in options else [NOTE]
     images = [name for name in source.tensors if name.startswith(("visual", "vision_model."))]
     left_out = [f"{len(images)} tensors of the images' tower"] if images else []
     if any("text_projection" in name for name in source.tensors):

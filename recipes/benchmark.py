@@ -6,6 +6,7 @@ Command:
     python recipes/benchmark.py --suite attention --out attention.json
     python recipes/benchmark.py --suite crossmodal --shape ViT-B-32
     python recipes/benchmark.py --suite loading --model vit_base_patch16_224
+    python recipes/benchmark.py --suite loading --model vit_base_patch16_224 --threads 1
 
 vit, input, crossmodal and loading take a minute or two each on 2 CPU cores, attention far longer,
 most of it for full attention at 32,768 tokens; the figures are in the README.
@@ -20,7 +21,9 @@ size also tells what earlier steps left behind (`zoo.diagnostics.cost.peak_bytes
 
 from __future__ import annotations
 
+import os
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -45,6 +48,7 @@ from zoo.engine.launch import environment, keep_memory
 from zoo.engine.tracking import write_json
 from zoo.layers import Mask, RelativeBias1d
 from zoo.preprocess import normalize
+from zoo.sources import sha256_of
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,7 @@ class Config:
     training against a bare loop of forward, backward and step. attention: time and peak memory of
     every kind over lengths n, against SDPA and the packages that are installed. crossmodal: train
     step of a dual encoder against open_clip's, and writing captions with a cache and without.
-    loading: saved weights into a model, against safetensors' own loader."""
+    loading: saved weights into a model, against safetensors' own loader (load_model)."""
     model: str = "vit_tiny_patch16_224"
     """Name of the model."""
     data: str = "digits"
@@ -72,7 +76,8 @@ class Config:
     shape: Literal["small", "ViT-B-32"] = "small"
     """Of the crossmodal suite's dual encoders: 256 wide with 6 layers each, or CLIP's ViT-B/32."""
     threads: int | None = None
-    """CPU threads; torch's choice by default."""
+    """CPU threads; torch's choice by default. The loading suite, where ours has threads of its own,
+    also keeps to as many cores."""
     device: str = "cuda" if torch.cuda.is_available() else "cpu"
     """Where to run."""
     out: str | None = None
@@ -422,24 +427,81 @@ def writing_rows(config: Config) -> list[dict[str, Any]]:
 def loading_suite(config: Config) -> dict[str, Any]:
     """Weights from disk into a model that exists, the file being in the system's cache.
 
-    A folder's file is also read for its sha256, which safetensors does not do.
+    Ours reads each value twice, as all must be finite before the first is copied. A folder's file
+    is also read for its sha256; its peer is safetensors after the same hash.
     """
     from safetensors.torch import load_model
 
+    if config.threads:
+        keep_to_cores(config.threads)
     model = zoo.create_model(config.model).to(config.device)
     with tempfile.TemporaryDirectory() as folder:
         saved = zoo.save_pretrained(model, f"{folder}/model")
         file = saved / "model.safetensors"
-        loads: dict[str, Callable[[], object]] = {
-            "zoo": lambda: zoo.load_pretrained(model, f"file:{file}"),
-            "zoo, local-dir": lambda: zoo.load_pretrained(model, f"local-dir:{saved}"),
-            "safetensors": lambda: load_model(model, file, device=config.device),
+
+        def peer() -> None:
+            load_model(model, file, device=config.device)
+
+        def hashed_peer() -> None:
+            sha256_of(file)
+            peer()
+
+        loads: dict[str, dict[str, Callable[[], object]]] = {
+            "file": {
+                "zoo": lambda: zoo.load_pretrained(model, f"file:{file}"),
+                "safetensors": peer,
+            },
+            "folder": {
+                "zoo, local-dir": lambda: zoo.load_pretrained(model, f"local-dir:{saved}"),
+                "safetensors, hash": hashed_peer,
+                "hash alone": lambda: sha256_of(file),
+            },
         }
-        times = in_turn(loads, config.repeats, config.device)
+        every = {name: load for group in loads.values() for name, load in group.items()}
+        times = in_turn(every, config.repeats, config.device)
         size = file.stat().st_size
-    rows = [row("load", name, times, bytes=size) for name in times]
+        peaks = {name: peak_memory(load) for name, load in every.items()}
+    rows = [
+        row(f"load {task}", name, times, next(iter(group)), bytes=size, peak_bytes=peaks[name])
+        for task, group in loads.items()
+        for name in group
+    ]
     show(f"{config.model}, {size / 1e6:.0f} MB, {config.device}", rows)
+    held = ", ".join(f"{peak / 1e6:.1f} MB ({name})" for name, peak in peaks.items())
+    print(f"most memory beyond the model and the mapped file: {held}")
     return {"rows": rows}
+
+
+def peak_memory(step: Callable[[], object]) -> int:
+    """Most bytes of memory of its own that the process gets during a step; 0 where there is no
+    /proc to ask. Looks every millisecond; pages of a mapped file are not counted."""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return 0
+
+    def anonymous() -> int:
+        lines = status.read_text().splitlines()
+        return next(1024 * int(x.split()[1]) for x in lines if x.startswith("RssAnon"))
+
+    def watch() -> None:
+        while not done.wait(0.001):
+            seen.append(anonymous())
+
+    seen, done = [anonymous()], threading.Event()
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        step()
+    finally:
+        done.set()
+        thread.join()
+    return max(seen) - seen[0]
+
+
+def keep_to_cores(number: int) -> None:
+    """Keeps all threads of this process to as many cores, where the system can (Linux)."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:number])
 
 
 def show(title: str, rows: list[dict[str, Any]]) -> None:

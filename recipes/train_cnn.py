@@ -41,8 +41,10 @@ from vision.classify import (
     create_classifier,
 )
 from vision.evaluate import metrics
+from vision.fixed_images import fixed_images
 from vision.insertion import Insertion
 from vision.slots import slots
+from vision.training_watch import closing_look, watch_training
 from zoo import engine
 from zoo.diagnostics import NothingCapturedError, gate_profile, gate_ranges, save_gates
 from zoo.engine.batches import move
@@ -104,6 +106,11 @@ def main(config: Config) -> None:
         run.accelerator, task.val, 2 * config.batch_size, config.workers
     )
     stages = stages_of_gates(model)
+    watch = None
+    if config.save_attention_every:
+        options = engine.watch_options(run, model, len(task.train))
+        images = fixed_images(model, task.val, class_names=data.class_names)
+        watch = watch_training(model, images, groups=stages, **options)
 
     def step_fn(model: nn.Module, batch: dict[str, Any]) -> Tensor:
         logits = model(batch["images"])
@@ -119,17 +126,19 @@ def main(config: Config) -> None:
             run.notes.update(describe_gates(run, model, task, data.class_names, stages))
 
     run.notes["images"] = data.report
-    engine.fit(
-        run,
-        model,
-        step_fn,
-        task.train,
-        evaluate_fn,
-        prepare_fn=task.prepare,
-        lead=mix.active,
-        head_lr=config.head_lr,
-        save_model=save_model,
-    )
+    with closing_look(watch):
+        engine.fit(
+            run,
+            model,
+            step_fn,
+            task.train,
+            evaluate_fn,
+            prepare_fn=task.prepare,
+            after_update=watch,
+            lead=mix.active,
+            head_lr=config.head_lr,
+            save_model=save_model,
+        )
 
 
 def build(

@@ -32,11 +32,12 @@ from crossmodal.evaluate import (
     score_matcher,
     text_rows,
 )
-from crossmodal.looks import AttentionSaver
+from crossmodal.looks import AttentionSaver, TowerWatch
 from crossmodal.loss import contrastive_loss
 from crossmodal.matcher import match_loss
 from crossmodal.scores import sacrebleu_metrics
 from crossmodal.training import PairOptions, PairTask, build, check_validation
+from vision.training_watch import closing_look
 from zoo import engine
 from zoo.layers.check import integer
 
@@ -86,14 +87,12 @@ class Config(PairOptions, engine.TrainOptions):
     """caption: captions that evaluation follows at once; 1 takes the likeliest word each time."""
     label_smoothing: float = 0.0
     """caption: share of each target spread over the vocabulary."""
-    save_attention_every: int = 0
-    """match, caption: updates between pictures of where words look, in attention/; 0 for none."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "model", self.model or MODELS[self.task])
         engine.TrainOptions.__post_init__(self)
         PairOptions.__post_init__(self)
-        for name, least in (("rerank", 1), ("beams", 1), ("save_attention_every", 0)):
+        for name, least in (("rerank", 1), ("beams", 1)):
             integer(name, getattr(self, name), least)
         if not 0 <= self.label_smoothing < 1:
             raise ValueError(f"label_smoothing ({self.label_smoothing}) must lie in [0, 1)")
@@ -157,26 +156,24 @@ def main(config: Config) -> None:
         found = scores[config.task](model, run, task, config)
         return None if found is None else {f"val/{name}": value for name, value in found.items()}
 
-    def after_update(model: Any, step: int) -> None:
+    def after_update(model: Any, step: int) -> dict[str, float] | None:
         if config.task != "caption":
             model.clamp_scale_()
-        if saver:
-            saver(model, step)
+        return saver(model, step) if saver else None
 
     kind = getattr(model, "loss", "")
     run.notes["pairs"] = data.report
-    engine.fit(
-        run,
-        model,
-        {"contrastive": contrastive, "match": match, "caption": caption}[config.task],
-        task.train,
-        evaluate_fn,
-        prepare_fn=task.prepare,
-        after_update=after_update,
-        best=best_metric(config.task, len(data.val)),
-    )
-    if saver:
-        saver.finish()
+    with closing_look(saver):
+        engine.fit(
+            run,
+            model,
+            {"contrastive": contrastive, "match": match, "caption": caption}[config.task],
+            task.train,
+            evaluate_fn,
+            prepare_fn=task.prepare,
+            after_update=after_update,
+            best=best_metric(config.task, len(data.val)),
+        )
 
 
 def best_metric(task: str, candidates: int) -> str:
@@ -188,12 +185,13 @@ def best_metric(task: str, candidates: int) -> str:
 
 def attention_saver(
     model: Any, run: engine.Run, task: PairTask, config: Config
-) -> AttentionSaver | None:
-    """Draws where the words of fixed validation pairs look, on the main process."""
+) -> AttentionSaver | TowerWatch | None:
+    """Looks at fixed validation pairs: where words look, or what there is in the image tower."""
     if not config.save_attention_every:
         return None
-    folder, main = run.folder / "attention", run.accelerator.is_main_process
-    return AttentionSaver(model, task.data.val, folder, config.save_attention_every, main=main)
+    kind = TowerWatch if config.task == "contrastive" else AttentionSaver
+    options = engine.watch_options(run, model, len(task.train))
+    return kind(model, task.data.val, **options)
 
 
 def dual_scores(model: Any, run: engine.Run, task: PairTask, config: Config) -> Metrics | None:

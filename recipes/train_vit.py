@@ -22,8 +22,11 @@ from torch import Tensor, nn
 import vision
 from vision.classify import Classification, ImageOptions, create_classifier
 from vision.evaluate import metrics
+from vision.fixed_images import fixed_images
+from vision.training_watch import closing_look, watch_training
 from zoo import engine
 from zoo.freezing import freeze_by_rule
+from zoo.penalties import attention_penalty
 
 
 @dataclass(frozen=True)
@@ -46,8 +49,19 @@ class Config(ImageOptions, engine.TrainOptions):
     """Divides attention scores: a number (1: the model's own), START:END over the run (2:0.5),
     or learned (by head).
     With START:END, checkpoints/best.pt was measured at its own epoch's; model/ has END's."""
+    qk_norm: bool | None = None
+    """Normalise queries and keys by head (arXiv 2302.05442); the model's own by default."""
+    attn_drop: float | None = None
+    """Dropout of attention weights; the model's own by default."""
+    head_penalty: float = 0.0
+    """Weight in the loss of how alike the heads of a layer are."""
+    entropy_bonus: float = 0.0
+    """Weight of attention's evenness, which is taken from the loss: against one-hot rows."""
 
     def __post_init__(self) -> None:
+        for name in ("head_penalty", "entropy_bonus"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} ({getattr(self, name)}) must be at least 0")
         engine.TrainOptions.__post_init__(self)
         ImageOptions.__post_init__(self)
         if self.compile and ":" in self.temperature:
@@ -74,6 +88,8 @@ def main(config: Config) -> None:
         num_heads=config.num_heads,
         head_dim=config.head_dim,
         temperature=None if schedule_fn is None and temperature == 1 else temperature,
+        qk_norm=config.qk_norm,
+        attn_drop_rate=config.attn_drop,
         **config.model_options,
     )
     freeze_by_rule(model, config.freeze)
@@ -83,27 +99,39 @@ def main(config: Config) -> None:
     val_loader = engine.evaluation_loader(
         run.accelerator, task.val, 2 * config.batch_size, config.workers
     )
+    watch = None
+    if config.save_attention_every:
+        options = engine.watch_options(run, model, len(task.train))
+        images = fixed_images(model, task.val, class_names=data.class_names)
+        watch = watch_training(model, images, **options)
 
     def step_fn(model: nn.Module, batch: dict[str, Any]) -> Tensor:
         logits = model(batch["images"])
         return F.cross_entropy(logits, batch["targets"], label_smoothing=config.label_smoothing)
+
+    def penalized(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+        heads, entropy = config.head_penalty, config.entropy_bonus
+        with attention_penalty(model, heads=heads, entropy=entropy) as penalty:
+            return step_fn(model, batch) + penalty()
 
     def evaluate_fn(model: nn.Module) -> dict[str, float] | None:
         sums = engine.evaluate(run.accelerator, model, val_loader, task.count, run.stopping)
         return None if sums is None else metrics(sums)
 
     run.notes["images"] = data.report
-    engine.fit(
-        run,
-        model,
-        step_fn,
-        task.train,
-        evaluate_fn,
-        prepare_fn=task.prepare,
-        schedule_fn=schedule_fn,
-        lead=mix.active,
-        head_lr=config.head_lr,
-    )
+    with closing_look(watch):
+        engine.fit(
+            run,
+            model,
+            penalized if config.head_penalty or config.entropy_bonus else step_fn,
+            task.train,
+            evaluate_fn,
+            prepare_fn=task.prepare,
+            schedule_fn=schedule_fn,
+            after_update=watch,
+            lead=mix.active,
+            head_lr=config.head_lr,
+        )
 
 
 def spelled(value: int | float | str) -> Any:

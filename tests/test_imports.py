@@ -25,6 +25,7 @@ FLOORS = [
             *("merge", "keys", "copying", "causes", "agreement", "settings", "report"),
             "preprocess",
             "diagnostics",
+            "penalties",
             "surgery",
             "freezing",
             "depth",

@@ -37,6 +37,7 @@ CLASS_TOKEN: dict[str, Any] = {  # of a plain ViT (arXiv 2010.11929)
     "class_token": True,
     "reg_tokens": 0,
     "no_embed_class": False,
+    "qkv_bias": True,
     "qk_norm": False,
     "position": "learned",
 }

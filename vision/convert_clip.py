@@ -63,7 +63,7 @@ NOTE = (
     "the file does not tell which activation it was trained with: OpenAI's weights (and a few of "
     "open_clip's) need act='quick_gelu', models named *_clip_quickgelu_*; others act='gelu'"
 )
-_PREPROCESSING = Preprocessing(mean=OPENAI_MEAN, std=OPENAI_STD)
+PREPROCESSING = Preprocessing(mean=OPENAI_MEAN, std=OPENAI_STD)
 
 
 def convert_clip_visual(state_dict: StateDict) -> dict[str, Tensor]:
@@ -133,7 +133,7 @@ def _translate(source: Source, model: nn.Module) -> Source:
         model,
         tensors,
         {**options, "global_pool": "token", **known},
-        preprocessing=_PREPROCESSING,
+        preprocessing=PREPROCESSING,
         grids=CLIP.convert(grids),
         left_out=[f"{len(text)} tensors of the text part"] if text else [],
         notes=[] if "act" in known else [NOTE],

@@ -50,6 +50,7 @@ def timm_options(network: Any, name: str = "the network") -> dict[str, Any]:
         "class_token": network.has_class_token,
         "reg_tokens": network.num_reg_tokens,
         "no_embed_class": network.no_embed_class,
+        "qkv_bias": block.attn.qkv.bias is not None,
         "qk_norm": not isinstance(block.attn.q_norm, nn.Identity),
         "num_heads": block.attn.num_heads,
         "position": "none" if network.pos_embed is None else "learned",
@@ -73,7 +74,6 @@ def _parts_we_lack(network: Any) -> Iterator[str]:
         "no final norm (final_norm=False)": _absent(network.norm, network.fc_norm),
         "a norm of the patches (embed_norm_layer)": not _absent(network.patch_embed.norm),
         **{name: not _absent(getattr(m, "norm", nn.Identity())) for name, m in norms.items()},
-        "qkv_bias=False": block.attn.qkv.bias is None,
         "proj_bias=False": block.attn.proj.bias is None,
     }
     yield from (what for what, is_there in lacked.items() if is_there)

@@ -54,6 +54,7 @@ _ATTENTION = {
 _ATTENTION_5 = {f"attention.{part}_proj": f"attn.{part}" for part in "qkv"} | {
     "attention.o_proj": "attn.proj"
 }
+_QUERY_BIASES = ("attention.query.bias", "attention.q_proj.bias", "attn.qkv.bias")
 _VIT = {"layernorm_before": "norm1", "layernorm_after": "norm2"}
 _VIT_MLP = {"intermediate.dense": "mlp.fc1", "output.dense": "mlp.fc2"}
 _MLP = {"mlp.fc1": "mlp.fc1", "mlp.fc2": "mlp.fc2"}
@@ -193,10 +194,11 @@ def _without_prefix(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _options(source: Source, eps: float) -> dict[str, Any]:
-    """What the source's config.json says, or else the library's defaults."""
+    """What the source's config.json says, or else the library's defaults; biases as they are."""
     config = source.config
     options = {
         **CLASS_TOKEN,
+        "qkv_bias": any(name.endswith(_QUERY_BIASES) for name in source.tensors),
         "norm_eps": float(config.get("layer_norm_eps", eps)),
         "act": activation(source.name, config),
     }
@@ -216,7 +218,7 @@ def activation(name: str, config: Mapping[str, Any]) -> str:
     return ACTIVATIONS[act]
 
 
-def _grids(
+def known_grids(
     source: Source, names: KeyMap, tensors: Mapping[str, Tensor], prefix: int
 ) -> dict[str, tuple[int, int]]:
     """The grid that the source tells, or its config.json if it has as many positions."""
@@ -253,7 +255,7 @@ def _translate_vit(source: Source, model: nn.Module) -> Source:
         model,
         tensors,
         options,
-        grids=_grids(source, VIT, tensors, prefix=1),
+        grids=known_grids(source, VIT, tensors, prefix=1),
         left_out=[POOLER] if pooler else [],
         antialias=False,
     )
@@ -291,7 +293,7 @@ def _dinov2(
         tensors,
         options,
         preprocessing=_imagenet(model),
-        grids=grids or _grids(source, DINOV2, tensors, 0 if no_embed_class else 1 + registers),
+        grids=grids or known_grids(source, DINOV2, tensors, 0 if no_embed_class else 1 + registers),
         left_out=left_out,
         antialias=registers > 0,
     )

@@ -9,7 +9,7 @@ rows and columns of an image.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -97,6 +97,7 @@ OF_THE_MODEL = {  # options of attention that follow from the model's own
     "dim": "embed_dim",
     "num_heads": "num_heads",
     "head_dim": "head_dim",
+    "qkv_bias": "qkv_bias",
     "qk_norm": "qk_norm",
     "attn_drop": "attn_drop_rate",
     "proj_drop": "proj_drop_rate",
@@ -122,6 +123,7 @@ class VisionTransformer(nn.Module):
         num_heads: Attention heads.
         head_dim: Width of a head; `embed_dim / num_heads` where None.
         mlp_ratio: Hidden width of the MLP over `embed_dim`.
+        qkv_bias: Whether the projections to queries, keys and values have biases.
         qk_norm: Whether queries and keys are normalised by head (arXiv 2302.05442).
         init_values: Initial LayerScale (arXiv 2103.17239); None leaves it out.
         class_token: Whether a class token goes first.
@@ -159,6 +161,7 @@ class VisionTransformer(nn.Module):
         num_heads: int = 12,
         head_dim: int | None = None,
         mlp_ratio: float = 4.0,
+        qkv_bias: bool = True,
         qk_norm: bool = False,
         init_values: float | None = None,
         class_token: bool = True,
@@ -184,11 +187,10 @@ class VisionTransformer(nn.Module):
         if depth < 1 or num_classes < 0:
             raise ValueError(f"depth ({depth}) must be at least 1, num_classes ({num_classes}) 0")
         norm_layer = partial(nn.LayerNorm, eps=norm_eps)
+        mlp = {"mlp_ratio": mlp_ratio, "norm_layer": norm_layer, "act_layer": ACTIVATIONS[act]}
         self.num_classes, self.global_pool = num_classes, global_pool
         self.num_features = self.embed_dim = embed_dim
-        self.has_class_token, self.no_embed_class = class_token, no_embed_class
-        self.num_prefix_tokens = int(class_token) + reg_tokens
-        self.grad_checkpointing = False
+        self.no_embed_class, self.grad_checkpointing = no_embed_class, False
 
         self.patch_embed = PatchEmbed(
             pair(img_size, "img_size"),
@@ -197,8 +199,7 @@ class VisionTransformer(nn.Module):
             embed_dim,
             bias=not pre_norm,
         )
-        self.cls_token = nn.Parameter(torch.empty(1, 1, embed_dim)) if class_token else None
-        self.reg_token = nn.Parameter(torch.empty(1, reg_tokens, embed_dim)) if reg_tokens else None
+        self._add_tokens(class_token, reg_tokens)
         self._add_positions(position)
         self.norm_pre = norm_layer(embed_dim) if pre_norm else nn.Identity()
         make_attention = partial(
@@ -207,52 +208,56 @@ class VisionTransformer(nn.Module):
             embed_dim,
             num_heads,
             head_dim=head_dim,
+            qkv_bias=qkv_bias,
             qk_norm=qk_norm,
             attn_drop=attn_drop_rate,
             proj_drop=proj_drop_rate,
             norm_layer=norm_layer,
             **({} if temperature == 1.0 else {"temperature": temperature}),
         )
-        make_block = partial(
-            Block,
-            embed_dim,
-            num_heads,
-            mlp_ratio=mlp_ratio,
-            init_values=init_values,
-            proj_drop=proj_drop_rate,
-            norm_layer=norm_layer,
-            act_layer=ACTIVATIONS[act],
-        )
-        width = head_width(embed_dim, num_heads, head_dim)
         self.blocks = nn.Sequential(
             *(
-                make_block(
+                Block(
+                    embed_dim,
+                    num_heads,
+                    init_values=init_values,
+                    proj_drop=proj_drop_rate,
                     drop_path=drop_path_rate * layer / max(1, depth - 1),
                     attn=make_attention(
                         **self._attention_options(attention, attention_options, layer),
-                        **self._position_option(position, num_heads, width),
+                        **self._position_option(position, num_heads, head_dim),
                     ),
+                    **mlp,
                 )
                 for layer in range(depth)
             )
         )
-        norm_after_pool = global_pool == "avg" if fc_norm is None else fc_norm
-        self.norm = nn.Identity() if norm_after_pool else norm_layer(embed_dim)
-        self.attn_pool = (
-            AttentionPool(
-                embed_dim,
-                num_heads,
-                mlp_ratio=mlp_ratio,
-                norm_layer=norm_layer,
-                act_layer=ACTIVATIONS[act],
-            )
-            if global_pool == "map"
-            else None
-        )
-        self.fc_norm = norm_layer(embed_dim) if norm_after_pool else nn.Identity()
+        self._add_pooling(num_heads, norm_layer, mlp, after_pool=fc_norm)
         self.head_drop = nn.Dropout(drop_rate)
         self.head = nn.Linear(embed_dim, num_classes) if num_classes else nn.Identity()
         self.init_weights()
+
+    def _add_tokens(self, class_token: bool, reg_tokens: int) -> None:
+        """Adds the tokens that go before those of the grid."""
+        width = self.embed_dim
+        self.cls_token = nn.Parameter(torch.empty(1, 1, width)) if class_token else None
+        self.reg_token = nn.Parameter(torch.empty(1, reg_tokens, width)) if reg_tokens else None
+        self.has_class_token, self.num_prefix_tokens = class_token, int(class_token) + reg_tokens
+
+    def _add_pooling(
+        self,
+        num_heads: int,
+        norm_layer: Callable[[int], nn.Module],
+        mlp: dict[str, Any],
+        after_pool: bool | None,
+    ) -> None:
+        """Adds the final norm, before pooling or after it, and the pooling that has weights."""
+        if after_pool is None:
+            after_pool = self.global_pool == "avg"
+        pools = self.global_pool == "map"
+        self.norm = nn.Identity() if after_pool else norm_layer(self.embed_dim)
+        self.attn_pool = AttentionPool(self.embed_dim, num_heads, **mlp) if pools else None
+        self.fc_norm = norm_layer(self.embed_dim) if after_pool else nn.Identity()
 
     def _add_positions(self, position: str) -> None:
         """Adds `pos_embed`: a parameter, or a buffer that is computed again and never saved."""
@@ -281,7 +286,9 @@ class VisionTransformer(nn.Module):
         known = geometry(kind, self.patch_embed.grid_size, self.num_prefix_tokens, layer)
         return {**known, **(options or {})}
 
-    def _position_option(self, position: str, num_heads: int, head_dim: int) -> dict[str, Any]:
+    def _position_option(
+        self, position: str, num_heads: int, head_dim: int | None
+    ) -> dict[str, Any]:
         """A position inside the attention of one block."""
         grid, prefix = self.patch_embed.grid_size, self.num_prefix_tokens
         if position == "relative":
@@ -289,7 +296,8 @@ class VisionTransformer(nn.Module):
         if position == "prior":
             return {"bias": PriorBias(num_heads, grid, prefix)}
         if position == "rope":
-            return {"rope": Rope(head_dim, grid=grid, num_prefix_tokens=prefix)}
+            width = head_width(self.embed_dim, num_heads, head_dim)
+            return {"rope": Rope(width, grid=grid, num_prefix_tokens=prefix)}
         return {}
 
     def init_weights(self) -> None:

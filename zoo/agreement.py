@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import chain
 
+import torch
 from torch import nn
 
 from zoo.card import ModelCard, Preprocessing
@@ -68,6 +69,7 @@ class Doubts:
 
     def compare_settings(self, network: nn.Module | None) -> None:
         """Settings of modules (stride, padding, activation) of another library's network."""
+        network = self._described() if network is None else network
         found = {} if network is None else differences(self.model, network)
         if not found:
             return
@@ -82,6 +84,32 @@ class Doubts:
             name = self.source.card.architecture if self.source.card else None
             name = name or self.source.name.partition("/")[0]
             self._object(text, f"zoo.create_model({name!r}) is the network they were trained in")
+
+    def _described(self) -> nn.Module | None:
+        """What the source's card describes, where a library's network is involved.
+
+        Cards of these tell only the options that were given, so they cannot be compared as such.
+        """
+        theirs, own = self.source.card, getattr(self.model, "card", None)
+        if theirs is None or not isinstance(own, ModelCard):
+            return None
+        names = {theirs.architecture, own.architecture}
+        if None in names or not any(":" in str(name) for name in names):
+            return None
+        if len(names) == 1 and theirs.lasting_options() == own.lasting_options():
+            return None
+        from zoo.registry import create_model
+
+        options = {k: v for k, v in theirs.options.items() if k != "insertions" and v is not None}
+        try:
+            with torch.device("meta"):
+                return create_model(str(theirs.architecture), **options)
+        except (ValueError, TypeError) as error:
+            self._let_pass(
+                f"{self.source.name} holds {theirs.architecture}, which cannot be built here "
+                f"({error}): what its tensors do not show was not compared"
+            )
+            return None
 
     def warn_of_twin(self, given: Source) -> None:
         """A bare file cannot tell which of two networks with the same tensors it was trained as."""
@@ -119,6 +147,9 @@ def notes_of(model: nn.Module, given: Source, source: Source, merge: Merge) -> I
         elif expected.size != card.preprocessing.size:
             there, here = _size(expected), _size(card.preprocessing)
             yield f"images of {there} there, of {here} here"
+        named = source.card is not None and source.card.class_names is not None
+        if card.class_names and not named and merge.head & merge.values.keys():
+            yield "the source does not name its classes: taken to be the model's, in their order"
     if given.card is None and given.network is None and not given.config:
         yield (
             "a bare file does not tell activation, epsilon, heads and pooling: those of "

@@ -26,7 +26,9 @@ class Preprocessing:
         mean: Mean a channel, of values in [0, 1]; its length is the number of channels.
         std: Standard deviation a channel.
         interpolation: One of `INTERPOLATIONS`.
-        crop_pct: Part of the resized image that the crop keeps, in (0, 1].
+        crop_pct: Part of the resized image that the crop keeps, in (0, 2]. Above 1 the image is
+            resized to less than `size`, and the crop fills up with black, or in mode `border` with
+            the mean: so some weights of timm were evaluated (VOLO, 1.15).
         crop_mode: `center` keeps the aspect ratio and cuts what is too long; `squash` resizes to
             `size`, aspect ratio ignored; `border` keeps all of the image and pads with the mean.
     """
@@ -56,8 +58,8 @@ class Preprocessing:
             raise CardError(f"std must be positive, not {self.std}")
         _check_choice("interpolation", self.interpolation, INTERPOLATIONS)
         _check_choice("crop_mode", self.crop_mode, CROP_MODES)
-        if not _is_number(self.crop_pct) or not 0 < self.crop_pct <= 1:
-            raise CardError(f"crop_pct must be in (0, 1], not {self.crop_pct!r}")
+        if not _is_number(self.crop_pct) or not 0 < self.crop_pct <= 2:
+            raise CardError(f"crop_pct must be in (0, 2], not {self.crop_pct!r}")
         # Tuples of plain numbers: hashable, and equal after a round trip through JSON.
         object.__setattr__(self, "size", tuple(int(s) for s in self.size))
         object.__setattr__(self, "mean", tuple(float(m) for m in self.mean))
@@ -93,7 +95,7 @@ class Preprocessing:
 
 
 _FREE_OPTIONS = re.compile(
-    r"num_classes|in_chans|img_size|.*drop.*_rate|drop_rate|zero_init_residual"
+    r"num_classes|in_chans|img_size|context_length|.*drop.*_rate|drop_rate|zero_init_residual"
 )
 
 
@@ -151,17 +153,17 @@ class ModelCard:
         return replace(self, options=options, class_names=self.class_names if kept else None)
 
     def differences(self, other: ModelCard) -> dict[str, tuple[Any, Any]]:
-        """Options that both have, with other values: name -> (here, there).
-
-        Leaves out those that change no output of a trained model or that loading adapts.
-        """
+        """Lasting options that both have, with other values: name -> (here, there)."""
+        theirs = other.lasting_options()
         return {
-            name: (value, other.options[name])
-            for name, value in self.options.items()
-            if name in other.options
-            and other.options[name] != value
-            and not _FREE_OPTIONS.fullmatch(name)
+            name: (value, theirs[name])
+            for name, value in self.lasting_options().items()
+            if name in theirs and not _same(value, theirs[name])
         }
+
+    def lasting_options(self) -> dict[str, Any]:
+        """Options but those that change no output of a trained model or that loading adapts."""
+        return {k: v for k, v in self.options.items() if not _FREE_OPTIONS.fullmatch(k)}
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types."""
@@ -199,6 +201,11 @@ def plain(value: Any, where: str) -> Any:
         f"{where} is a {type(value).__qualname__}, which a model card cannot store; "
         f"use numbers, strings, lists and tables"
     )
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two options are equal; a size may be a number, or twice that number."""
+    return one == other or [one, one] == other or one == [other, other]
 
 
 def _is_number(value: object) -> bool:

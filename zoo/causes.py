@@ -13,6 +13,25 @@ from zoo.sources import listed
 _OPTIMIZER = re.compile(r"(^|\.)(exp_avg(_sq)?|momentum_buffer|param_groups|max_exp_avg_sq)($|\.)")
 _ADAPTER = re.compile(r"(^|[._])(lora|adapter|ia3|vera|dora)s?([._]|$)", re.IGNORECASE)
 
+_POOLING = "the pooling (global_pool, fc_norm: the norm comes before it or after)"
+_BROUGHT_BY = {  # names of parts, timm's and ours -> the option that brings them
+    re.compile(part): option
+    for part, option in {
+        r"^fc_norm\.": _POOLING,
+        r"^attn_pool\.": "the pooling (global_pool='map' has weights, attn_pool)",
+        r"^cls_token$": "class_token",
+        r"^reg_token$": "reg_tokens",
+        r"^norm_pre\.|^patch_embed\.proj\.bias$": "pre_norm",
+        r"\.ls[12]\.gamma$": "init_values (LayerScale)",
+        r"\.attn\.[qk]_norm\.": "qk_norm",
+        r"\.attn\.qkv\.bias$": "qkv_bias",
+        r"^pos_embed$|\.relative_position_bias_table$|\.attn\.bias\.": "position",
+    }.items()
+}
+
+# Parts of other libraries' networks that have as many entries as the image has patches.
+_SIZED = re.compile(r"pos_emb|position|rel_pos|attention_bias|mlp_tokens|linear_tokens")
+
 
 def explain(merge: Merge, what: str) -> str:
     """An error's text: what differs on either side, and why that may be."""
@@ -22,7 +41,7 @@ def explain(merge: Merge, what: str) -> str:
     lines = [f"{merge.source.name} {what} {describe(merge.model)}:"]
     lines += [f"  {key}: {how}" for key, how in list(merge.misfits.items())[:5]]
     if len(merge.misfits) > 5:
-        lines.append(f"  ... and {len(merge.misfits) - 5} more of another shape")
+        lines.append(f"  ... and {len(merge.misfits) - 5} more that do not fit")
     lines.append(f"  only in the model ({len(only_model)}): {listed(only_model) or 'nothing'}")
     lines.append(f"  only in the source ({len(only_source)}): {listed(only_source) or 'nothing'}")
     lines.append(f"  likely cause: {_cause(merge, only_model, only_source)}")
@@ -33,6 +52,8 @@ def _cause(merge: Merge, only_model: list[str], only_source: list[str]) -> str:
     return (
         _other_thing(only_source)
         or _other_card(merge, only_source)
+        or _other_numbers(merge)
+        or _other_options(merge, only_model, only_source)
         or _other_names(merge, only_model, only_source)
         or _other_shape(merge)
         or _other_parts(merge, only_model, only_source)
@@ -66,6 +87,36 @@ def _other_card(merge: Merge, only_source: list[str]) -> str | None:
     return f"other options: {different}" if different else None
 
 
+def _other_numbers(merge: Merge) -> str | None:
+    kinds = set(merge.of_another_kind.values())
+    if "quantised?" in kinds:
+        return "the source is quantised: load the weights it was made from"
+    if kinds:
+        found = listed(sorted(merge.of_another_kind), 3)
+        return (
+            f"{' and '.join(sorted(kinds))} are no weights of this model ({found}): it is another "
+            f"architecture's file, or something else than the state dict was saved"
+        )
+    return None
+
+
+def _other_options(merge: Merge, only_model: list[str], only_source: list[str]) -> str | None:
+    """Parts that an option brings, where all that differs is of such parts."""
+    differing = [*only_model, *only_source]
+    if not differing or merge.misfits.keys() - merge.grids.keys():
+        return None
+    after_pool = any(key.startswith("fc_norm.") for key in differing)
+    options: dict[str, None] = {}
+    for key in differing:
+        option = next((name for part, name in _BROUGHT_BY.items() if part.search(key)), None)
+        if after_pool and key.startswith("norm."):  # before it, on the other side
+            option = _POOLING
+        if option is None:
+            return None
+        options[option] = None
+    return f"the same architecture with another option: {'; '.join(options)}"
+
+
 def _other_names(merge: Merge, only_model: list[str], only_source: list[str]) -> str | None:
     layout = layout_of(merge.source) if only_source else None
     if layout is not None and not layout.fits(merge.model):
@@ -91,8 +142,11 @@ def _other_shape(merge: Merge) -> str | None:
         return f"another patch size or width: {merge.stem} has another shape"
     if merge.misfits.keys() & merge.grids.keys():
         return "another number of prefix tokens, or a grid that is not square"
-    if any("quantised" in how for how in merge.misfits.values()):
-        return "the source is quantised: load the weights it was made from"
+    if merge.misfits and all(_SIZED.search(key) for key in merge.misfits):
+        return (
+            f"weights for images of another size, and {next(iter(merge.misfits))} cannot be "
+            f"resampled: create the model with the img_size of the weights"
+        )
     if merge.misfits:
         return "the same architecture with another width, depth or head"
     return None
@@ -101,6 +155,12 @@ def _other_shape(merge: Merge) -> str | None:
 def _other_parts(merge: Merge, only_model: list[str], only_source: list[str]) -> str:
     if only_model and only_source:
         return "another architecture, or the same with modules named differently"
+    norms = merge.source.config.get("folded_norms")
+    if only_model and norms:
+        return (
+            f"batch norm was folded into {len(norms)} convolutions when the file was exported: "
+            f"load the weights that it was made from, or run it as it is (zoo.exported.open_export)"
+        )
     if only_model:
         return (
             f"the model has parts that the source lacks, {len(only_model)} of its "

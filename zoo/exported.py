@@ -11,12 +11,16 @@ import zipfile
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from zoo.card import CardError, ModelCard
 from zoo.sources import CARD_FILE, FORMAT
+
+if TYPE_CHECKING:
+    import onnx
 
 ONNX, PROGRAM = ".onnx", ".pt2"
 INPUT = "images"  # the name of an ONNX file's input
@@ -34,6 +38,20 @@ def card_of_export(path: str | os.PathLike[str]) -> ModelCard:
     text = _onnx_text(path) if path.suffix == ONNX else _program_text(path)
     if text is None:
         raise CardError(f"{path} has no card: zoo.export did not write it")
+    return _card(text, path)
+
+
+def card_of_onnx(model: onnx.ModelProto, path: Path) -> ModelCard | None:
+    """The card inside an ONNX model that was read from `path`; None where it is no export of ours.
+
+    Raises:
+        CardError: the card is damaged.
+    """
+    text = _card_text(model)
+    return None if text is None else _card(text, path)
+
+
+def _card(text: str, path: Path) -> ModelCard:
     try:
         data = json.loads(text)
         if data.pop("format") != FORMAT:
@@ -85,6 +103,10 @@ def _onnx_text(path: Path) -> str | None:
         model = onnx.load(path, load_external_data=False)
     except DecodeError as error:
         raise CardError(f"{path} is not an ONNX file: {error}") from error
+    return _card_text(model)
+
+
+def _card_text(model: onnx.ModelProto) -> str | None:
     return next((entry.value for entry in model.metadata_props if entry.key == CARD_FILE), None)
 
 

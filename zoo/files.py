@@ -11,6 +11,7 @@ import re
 import zipfile
 from collections import Counter
 from collections.abc import Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,7 @@ def read_file(path: str) -> Source:
 def kind_of(file: Path) -> str:
     """`safetensors`, `torch`, `npz` or `onnx`; anything else is an error that says what it is."""
     if not file.is_file():
-        kind = "a folder (use local-dir:)" if file.is_dir() else "missing"
+        kind = "a folder (use local-dir:)" if file.is_dir() else f"missing{_near(file)}"
         raise WeightsError(f"{file} is {kind}")
     with file.open("rb") as opened:
         head = opened.read(512)
@@ -103,11 +104,21 @@ def kind_of(file: Path) -> str:
     return "onnx" if _ONNX.match(head) else "torch"
 
 
+def _near(file: Path) -> str:
+    """Files of nearly that name beside it, or that there is no such folder."""
+    if not file.parent.is_dir():
+        return f": there is no folder {file.parent}"
+    near = get_close_matches(file.name, [path.name for path in file.parent.iterdir()])
+    return f"; beside it: {', '.join(near)}" if near else ""
+
+
 def _foreign(head: bytes, file: Path) -> str | None:
     """What a file is that is known, but holds no weights that can be read."""
     for beginning, what in _FOREIGN_BEGINNINGS.items():
         if head.startswith(beginning):
             return what
+    if head[257:262] == b"ustar":
+        return "a tar archive: unpack it first"
     if head[4:8] == b"TFL3":
         return "a file of TensorFlow Lite"
     if re.match(rb"\s*<(!doctype|html|\?xml)", head, re.IGNORECASE):
@@ -119,6 +130,8 @@ def _foreign(head: bytes, file: Path) -> str | None:
     for suffix, what in _FOREIGN_SUFFIXES.items():
         if re.search(f"{suffix}$", file.name, re.IGNORECASE):
             return what
+    if not head.strip(b"\0"):
+        return "nothing but zeros at its beginning: it was not written or downloaded to its end"
     return "a checkpoint of TensorFlow, or was cut short" if file.suffix == ".ckpt" else None
 
 
@@ -138,7 +151,12 @@ def _kind_of_zip(file: Path) -> str:
         return "npz"
     shown = listed(sorted(member.filename for member in members), 4) or "nothing"
     raise WeightsError(
-        f"{file} is a zip archive that holds {shown}: neither torch.save nor numpy.savez wrote it"
+        f"{file} is a zip archive that holds {shown}: neither torch.save nor numpy.savez wrote it; "
+        + (
+            "it is a model of Keras, which is not read"
+            if file.suffix == ".keras"
+            else "unpack it and name the file of weights inside"
+        )
     )
 
 
@@ -181,8 +199,9 @@ def read_torch(path: Path) -> Any:
             f"save only tensors: torch.save(model.state_dict(), path)"
         ) from error
     except Exception as error:  # a damaged pickle raises anything
+        said = str(error).partition("Cannot use ``weights_only")[0]  # advice to run what is inside
         raise WeightsError(
-            f"{path} was cut short or is no file of torch.save: {type(error).__name__}: {error}"
+            f"{path} was cut short or is no file of torch.save: {type(error).__name__}: {said}"
         ) from error
 
 

@@ -11,7 +11,8 @@ import importlib
 import inspect
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
@@ -22,11 +23,15 @@ from torch import nn
 
 from zoo.card import ModelCard, Preprocessing, plain
 from zoo.imagenet import SUBSETS, imagenet_classes
-from zoo.sources import Source, WeightsError
+from zoo.sources import Source, WeightsError, listed
 
 _UNTRAINED = Preprocessing(
     mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225), interpolation="bilinear", crop_pct=0.875
 )  # of a torchvision network without weights
+
+_LISTS = {
+    "torchvision": "torchvision.models"
+}  # where a library's list_models is, if not at its top
 
 
 @dataclass(frozen=True)
@@ -104,7 +109,16 @@ def _timm_config(name: str) -> Any:
     try:
         return get_pretrained_cfg(name, allow_unregistered=False)
     except RuntimeError as error:
-        raise ValueError(f"timm:{name}: {error}") from error
+        raise ValueError(_unknown_tag(name)) from error
+
+
+def _unknown_tag(name: str) -> str:
+    from timm import list_pretrained
+
+    model_name, _, tag = name.partition(".")
+    known = [full.partition(".")[2] for full in list_pretrained(f"{model_name}.*")]
+    has = f"has {listed(known, 12)}" if known else "has none"
+    return f"timm:{model_name} has no weights {tag!r}; it {has}"
 
 
 def refuse_loading(name: str, options: Mapping[str, Any]) -> None:
@@ -159,6 +173,8 @@ def _torchvision(name: str) -> Host:
         except AssertionError as error:
             raise ValueError(f"torchvision:{name}: img_size ({img_size}): {error}") from error
         _tell_ends(model)
+        if model_name.startswith("vit_"):
+            model.position_grids = partial(_vit_grids, model)
         if in_chans != 3:
             change_stem(model, in_chans)
         sizes = {"num_classes": num_classes, "in_chans": in_chans, "img_size": img_size}
@@ -170,6 +186,11 @@ def _torchvision(name: str) -> Host:
     if trained is None:
         return Host(build, _UNTRAINED, None)
     return Host(build, _of_weights(trained), f"torchvision:{name}")
+
+
+def _vit_grids(network: Any) -> dict[str, tuple[int, int]]:
+    side = network.image_size // network.patch_size
+    return {"encoder.pos_embedding": (side, side)}
 
 
 def _named_weights(name: str) -> Any:
@@ -297,10 +318,32 @@ def with_card(model: nn.Module, options: dict[str, Any]) -> nn.Module:
 
 
 def unknown_name(library: str, name: str, known: list[str]) -> str:
-    """That a library has no such model, and which names are near."""
-    near = get_close_matches(name.partition(".")[0], known, n=3)
-    nearest = f"; nearest: {', '.join(near)}" if near else ""
-    return f"{library} has no model {name!r}{nearest}"
+    """That a library has no such model, which names are near, and what lists all."""
+    folded = {other.lower(): other for other in known}  # ResNet50 is near to resnet50
+    near = get_close_matches(name.partition(".")[0].lower(), folded, n=3, cutoff=0.5)
+    nearest = f"nearest: {', '.join(folded[one] for one in near)}; " if near else ""
+    lists = f"{_LISTS.get(library, library)}.list_models()"
+    return f"{library} has no model {name!r}; {nearest}{lists} lists all {len(known)}"
+
+
+@contextmanager
+def as_weights_error() -> Iterator[None]:
+    """A name that a library does not know, as an error about a source of weights."""
+    try:
+        yield
+    except WeightsError:
+        raise
+    except ValueError as error:
+        raise WeightsError(str(error)) from error
+
+
+def not_had(source: str, error: Exception) -> WeightsError:
+    """That a library's own loader failed, why, and what else can be done."""
+    said = " ".join(str(error).split())
+    return WeightsError(
+        f"{source} cannot be had: {type(error).__name__}: {said}; load it once with a connection, "
+        f"which keeps it in the library's cache, or bring the file here and take file:PATH"
+    )
 
 
 def _open_clip(name: str) -> Host:
@@ -320,12 +363,16 @@ def read_timm(name: str) -> Source:
     """The trained weights of a timm model, from its hub or cache."""
     from timm import create_model
 
-    config = _timm_config(name)
+    source = f"timm:{name}"
+    with as_weights_error():
+        config = _timm_config(name)
     try:
         model = create_model(name, pretrained=True)
     except Exception as error:
-        raise WeightsError(f"timm:{name} cannot be had: {type(error).__name__}: {error}") from error
-    source = f"timm:{name}"
+        if config is None or not config.has_weights:
+            text = f"timm has no weights for {name}; timm.list_pretrained() lists all that it has"
+            raise WeightsError(text) from error
+        raise not_had(source, error) from error
     return Source(source, dict(model.state_dict()), timm_card(source, config), network=model)
 
 
@@ -363,14 +410,15 @@ def _timm_classes(config: Any) -> tuple[str, ...] | None:
 
 def read_torchvision(name: str) -> Source:
     """The trained weights of a torchvision model, from its server or cache."""
-    if _torchvision(name).weights is None:
-        raise WeightsError(f"torchvision has no weights for {name}")
-    weights = _named_weights(name)
+    source = f"torchvision:{name}"
+    with as_weights_error():
+        if _torchvision(name).weights is None:
+            raise WeightsError(f"torchvision has no weights for {name}")
+        weights = _named_weights(name)
     try:
         tensors = weights.get_state_dict(progress=False, check_hash=True)
-    except OSError as error:
-        raise WeightsError(f"torchvision:{name} cannot be had: {error}") from error
-    source = f"torchvision:{name}"
+    except (OSError, RuntimeError) as error:  # the latter where the hash is another
+        raise not_had(source, error) from error
     return Source(source, dict(tensors), _torchvision_card(source, weights))
 
 

@@ -15,7 +15,15 @@ from typing import Any
 from torch import Tensor, nn
 
 from zoo.card import ModelCard, Preprocessing, plain
-from zoo.hosts import Host, change_stem, trunk_grids, unknown_name, with_card
+from zoo.hosts import (
+    Host,
+    as_weights_error,
+    change_stem,
+    not_had,
+    trunk_grids,
+    unknown_name,
+    with_card,
+)
 from zoo.layouts import Layout, register_layout
 from zoo.sources import Source, WeightsError
 
@@ -247,7 +255,8 @@ def load_open_clip(name: str, **options: Any) -> tuple[Any, dict[str, Any]]:
     from open_clip.pretrained import get_pretrained_cfg
 
     arch, _, tag = name.partition("/")
-    gelu = open_clip_config(arch).get("quick_gelu", False)
+    with as_weights_error():
+        gelu = open_clip_config(arch).get("quick_gelu", False)
     tag = _known_tag(arch, tag)
     config = get_pretrained_cfg(arch, tag)
     if config.get("quick_gelu", False) != gelu:
@@ -259,9 +268,7 @@ def load_open_clip(name: str, **options: Any) -> tuple[Any, dict[str, Any]]:
     try:
         model = open_clip.create_model(arch, pretrained=tag, **options)
     except Exception as error:
-        raise WeightsError(
-            f"open_clip:{arch}/{tag} cannot be had: {type(error).__name__}: {error}"
-        ) from error
+        raise not_had(f"open_clip:{arch}/{tag}", error) from error
     return model, config
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from zoo.card import ModelCard
 from zoo.layers import Core, resample_grid, resample_table
@@ -28,6 +29,7 @@ class Merge:
     Attributes:
         values: Key of the model -> the tensor to copy there.
         misfits: Keys that both have and that cannot be taken, and why.
+        of_another_kind: Those of `misfits` whose numbers are of another kind, and which.
         refused: Keys that only an adaptation that is off could take: which, and what it would do.
     """
 
@@ -42,16 +44,17 @@ class Merge:
         self.adapt, self.antialias = frozenset(adapt), antialias
         self.state = dict(model.state_dict())
         self.tensors = source.tensors
-        self.grids = position_grids(model)
+        self.grids, self.lengths = position_grids(model), position_lengths(model)
         self.values: dict[str, Tensor] = {}
         self.resized: dict[str, str] = {}
         self.adapted: dict[str, str] = {}
         self.reinitialized: dict[str, str] = {}
         self.misfits: dict[str, str] = {}
+        self.of_another_kind: dict[str, str] = {}
         self.refused: dict[str, tuple[str, str]] = {}
         self.stem = _key_of_stem(model)
         self.head = head_keys(model)
-        self.untrained = self._of_another_kind()
+        self.untrained = self._of_other_attention()
         self.added = self._added()
         self.tied = _tied(self.state)
         self.matched = 0
@@ -59,7 +62,7 @@ class Merge:
             self._decide(key)
         self._drop_head()
 
-    def _of_another_kind(self) -> set[str]:
+    def _of_other_attention(self) -> set[str]:
         """Weights that a kind of attention adds, where the source has another kind."""
         cores = tuple(f"{n}." for n, m in self.model.named_modules() if isinstance(m, Core))
         own = {key for key in self.state if key.startswith(cores)}
@@ -86,10 +89,13 @@ class Merge:
         if value is None:
             self._absent(key)
         elif wanted.is_floating_point() and not value.is_floating_point():
-            kind = str(value.dtype).removeprefix("torch.")
-            self.misfits[key] = f"{kind} in the source (quantised?), {wanted.dtype} in the model"
+            dtype, kind = str(value.dtype).removeprefix("torch."), _kind_of_numbers(value)
+            self.of_another_kind[key] = kind
+            self.misfits[key] = f"{dtype} in the source ({kind}), {wanted.dtype} in the model"
         elif key in self.grids and value.ndim == wanted.ndim:
             self._positions(key, value)
+        elif key in self.lengths and _same_but(value, wanted, wanted.ndim - 2):
+            self._sequence(key, value)
         elif key in self.head:
             self._classifier(key, value)
         elif value.shape == wanted.shape:
@@ -152,6 +158,15 @@ class Merge:
             self._take(key, resized)
         elif self._may("positions", key, how := f"grid {_grid(old_grid)} -> {_grid(new_grid)}"):
             self._take(key, resized)
+            self.resized[key] = how
+
+    def _sequence(self, key: str, value: Tensor) -> None:
+        """Learned positions (1 n d) or (n d) of a sequence."""
+        old, new = value.shape[-2], self.state[key].shape[-2]
+        if old == new:
+            self._take(key, value)
+        elif self._may("positions", key, how := f"{old} tokens -> {new}, linearly"):
+            self._take(key, resample_sequence(value, new))
             self.resized[key] = how
 
     def _prefix(self, key: str) -> int:
@@ -260,9 +275,39 @@ def adapt_channels(weight: Tensor, in_chans: int) -> Tensor:
     return (repeated + rest / in_chans).to(weight.dtype)
 
 
+def resample_sequence(positions: Tensor, length: int) -> Tensor:
+    """(... n d) -> (... length d), linearly between the nearest positions, as open_clip does.
+
+    In fp32; an equal length returns the positions themselves.
+    """
+    if positions.shape[-2] == length:
+        return positions
+    flat = positions.float().reshape(-1, *positions.shape[-2:]).transpose(1, 2)
+    resampled = F.interpolate(flat, size=length, mode="linear", align_corners=False)
+    resampled = resampled.transpose(1, 2).to(positions.dtype)
+    return resampled.reshape(*positions.shape[:-2], *resampled.shape[1:])
+
+
+def _kind_of_numbers(value: Tensor) -> str:
+    """What numbers are that are not floating-point ones."""
+    if value.is_complex():
+        return "complex numbers"
+    return "truth values" if value.dtype == torch.bool else "quantised?"
+
+
 def position_grids(model: nn.Module) -> dict[str, tuple[int, int]]:
     grids = getattr(model, "position_grids", None)
     return dict(grids()) if callable(grids) else {}
+
+
+def position_lengths(model: nn.Module) -> set[str]:
+    """Keys of learned positions of sequences, of all parts of a model."""
+    return {
+        f"{name}.{key}" if name else key
+        for name, module in model.named_modules()
+        if callable(tell := getattr(module, "position_lengths", None))
+        for key in tell()
+    }
 
 
 def _key_of_stem(model: nn.Module) -> str | None:

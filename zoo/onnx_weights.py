@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from zoo.card import CardError, ModelCard
+from zoo.exported import card_of_onnx
 from zoo.onnx_names import OnnxGraph, name_weights
 from zoo.sources import Source, WeightsError, listed
 
@@ -30,11 +32,11 @@ def read_onnx(path: str | Path) -> Source:
     batch norm behind them at the export, so that neither has its own weights any more), `unnamed`
     (constants that no name could be found for, left out), and where the graph tells them
     `layer_norm_eps` and `hidden_act`. `position_grids` has the grids that follow from the input's
-    size.
+    size. A file of `zoo.export_onnx` has the card of its model.
 
     Raises:
-        WeightsError: the file is broken, claims more than it holds, reaches for files elsewhere, or
-            is quantised.
+        WeightsError: the file or the card inside is broken, claims more than it holds, reaches for
+            files elsewhere, or is quantised.
     """
     file = Path(path).expanduser()
     model = _parse(file)
@@ -66,7 +68,15 @@ def _read(model: onnx.ModelProto, file: Path, name: str) -> Source:
         **_options(graph),
     }
     grids = _position_grids(named.tensors, named.added, inputs)
-    return Source(name, named.tensors, None, grids, None, config)
+    return Source(name, named.tensors, _card(model, file), grids, None, config)
+
+
+def _card(model: onnx.ModelProto, file: Path) -> ModelCard | None:
+    """What `zoo.export_onnx` wrote beside the graph."""
+    try:
+        return card_of_onnx(model, file)
+    except CardError as error:
+        raise WeightsError(str(error)) from error
 
 
 def _options(graph: onnx.GraphProto) -> dict[str, Any]:

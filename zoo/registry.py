@@ -17,6 +17,7 @@ import difflib
 import functools
 import importlib
 import inspect
+import logging
 import re
 import threading
 import typing
@@ -31,6 +32,7 @@ from torch import nn
 from zoo.card import ModelCard, Preprocessing
 from zoo.hosts import HOSTS, find_host
 from zoo.layouts import find_architecture
+from zoo.merge import ADAPTATIONS
 from zoo.weights import Source, WeightsError, apply_source, read_source
 
 ENTRY_POINTS = "attention_zoo.models"
@@ -38,6 +40,7 @@ FOLDERS = ("local-dir", "hf-hub")  # they bring both the model and its weights
 _HOMES = ("vision", "crossmodal")  # importing these registers the zoo's own models
 
 Builder = Callable[..., nn.Module]
+_logger = logging.getLogger("zoo")
 _B = TypeVar("_B", bound=Builder)
 _Init = TypeVar("_Init", bound=Callable[..., None])
 Edit = Callable[[nn.Module, Any], object]
@@ -166,9 +169,15 @@ def create_model(
     attention: str | None = None,
     position: str | None = None,
     class_names: Sequence[str] | None = None,
+    part: str | None = None,
+    adapt: Iterable[str] = ADAPTATIONS,
+    antialias: bool | None = None,
     **options: Any,
 ) -> nn.Module:
     """Builds a model by name.
+
+    Where weights were loaded, `model.load_report` tells what became of each tensor (a
+    `LoadReport`; else it is None), and the logger `zoo` says it at level INFO.
 
     Args:
         name: A registered name (see `list_models`), `timm:NAME`, `torchvision:NAME` or
@@ -182,6 +191,7 @@ def create_model(
         attention: Attention kind, one of `zoo.layers.list_attention()`.
         position: Position embedding, one of the model's.
         class_names: One name an output; sets `num_classes` where that is not given.
+        part, adapt, antialias: How weights are loaded, see `load_pretrained`.
         **options: Any other option of the model; a wrong one is refused with the valid ones.
 
     Returns:
@@ -197,14 +207,39 @@ def create_model(
         "position": position,
     }
     options = {**{k: v for k, v in named.items() if v is not None}, **options}
+    adapt = (adapt,) if isinstance(adapt, str) else tuple(adapt)
+    loading = {"part": part, "adapt": adapt, "antialias": antialias}
     if name.partition(":")[0] in FOLDERS:
-        return _from_folder(name, pretrained, class_names, options)
+        return _from_folder(name, pretrained, class_names, options, loading)
     entry = _find(name)
+    if not pretrained:
+        _refuse_loading(loading)
     model = _build(entry, options, class_names)
     if pretrained:
         source = read_source(_own_weights(entry) if pretrained is True else pretrained)
-        apply_source(model, source, allowed=options)  # what the caller asked for may differ
+        _load(model, source, options, loading)
     return model
+
+
+def _load(
+    model: nn.Module, source: Source, options: Mapping[str, Any], loading: Mapping[str, Any]
+) -> None:
+    """Loads weights; what the caller asked for may differ from the source."""
+    adapted = "attention" in loading["adapt"]
+    allowed = [name for name in options if name != "attention" or adapted]
+    report = apply_source(model, source, allowed=allowed, **loading)
+    model.load_report = report  # type: ignore[assignment]
+    _logger.info("%s", report)
+
+
+def _refuse_loading(loading: Mapping[str, Any]) -> None:
+    """Refuses what only weights could heed, where none are asked for."""
+    given = {name: value for name, value in loading.items() if value not in (None, ADAPTATIONS)}
+    for name, value in given.items():
+        raise ValueError(
+            f"{name} ({value!r}) says how weights are loaded, but pretrained is False: give "
+            f"pretrained=SOURCE as well"
+        )
 
 
 def list_models(
@@ -312,6 +347,7 @@ def _build(
         preprocessing=_fit(entry.preprocessing, resolved),
         class_names=None if class_names is None else tuple(class_names),
     )
+    model.load_report = None  # type: ignore[assignment]
     for name, value in edits.items():
         _edits[name](model, value)
     return model
@@ -340,9 +376,15 @@ def _from_folder(
     pretrained: bool | str,
     class_names: Sequence[str] | None,
     options: dict[str, Any],
+    loading: Mapping[str, Any],
 ) -> nn.Module:
     if isinstance(pretrained, str):
         raise ValueError(f"{name} brings its own weights; drop pretrained")
+    if loading["part"] is not None:
+        raise ValueError(
+            f"part ({loading['part']!r}) is of another model than {name} describes: name it, "
+            f"zoo.create_model(NAME, pretrained={name!r}, part={loading['part']!r})"
+        )
     source = read_source(name)
     architecture, stored = _architecture_of(source)
     if options.get("attention", stored.get("attention")) != stored.get("attention"):
@@ -354,7 +396,7 @@ def _from_folder(
     dtype = _dtype(source)
     if dtype is not None:
         model.to(dtype)
-    apply_source(model, source, allowed=options)
+    _load(model, source, options, loading)
     return model
 
 

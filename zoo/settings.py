@@ -18,6 +18,7 @@ _POOLING = (
     *("divisor_override", "output_size", "norm_type"),
 )
 _PLAIN = ("num_groups", "num_heads", "pool_type")  # numbers and names that decide a value
+_OF_A_CLASS = ("global_pool", "pool_include_prefix")  # the same, between networks of one class
 _ACTIVATION = re.compile(r"elu|silu|swish|mish|sigmoid|tanh|softplus|softsign", re.IGNORECASE)
 _TWINS = {"timm": ("tf_", ""), "open_clip": ("", "-quickgelu")}  # what one of two names has more
 _CLIP, _QUICK_CLIP = "_clip_", "_clip_quickgelu_"  # in names of timm and of ours
@@ -34,6 +35,8 @@ def differences(model: nn.Module, network: nn.Module) -> dict[str, tuple[str, st
     for name, module in model.named_modules(remove_duplicate=False):
         if name in theirs:
             here, there = _settings(module), _settings(theirs[name])
+            if type(module) is type(theirs[name]):
+                here, there = here | _pooled(module), there | _pooled(theirs[name])
             unequal = [key for key in here if key in there and here[key] != there[key]]
             if unequal:
                 found[name] = (_text(here, unequal), _text(there, unequal))
@@ -78,6 +81,10 @@ def _settings(module: nn.Module) -> dict[str, Any]:
     elif _is_activation(module, base):
         found["activation"] = _Activation(module)
     return found
+
+
+def _pooled(module: nn.Module) -> dict[str, Any]:
+    return {name: getattr(module, name) for name in _OF_A_CLASS if _is_plain(module, name)}
 
 
 def _is_plain(module: nn.Module, name: str) -> bool:

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -57,11 +58,14 @@ def read_source(source: str) -> Source:
     prefix, colon, rest = source.partition(":")
     if not colon or prefix not in SOURCES:
         hint = ""
-        if Path(source).expanduser().exists():
+        near = get_close_matches(prefix.lower().replace("-", "_"), _FOLDED)
+        if source and Path(source).expanduser().exists():
             kind = "local-dir" if Path(source).expanduser().is_dir() else "file"
             hint = f"; did you mean {kind}:{source}?"
         elif prefix in ("http", "https"):
             hint = f"; did you mean url:{source}?"
+        elif colon and near:  # Timm:, open-clip:, hf_hub:
+            hint = f"; did you mean {_FOLDED[near[0]]}:{rest}?"
         raise WeightsError(f"unknown source {source!r}; available: {', '.join(_FORMS)}{hint}")
     if not rest:
         raise WeightsError(f"source {source!r} lacks a path or a name after the colon")
@@ -119,6 +123,7 @@ SOURCES: dict[str, Callable[[str], Source]] = {
     "torchvision": _read_torchvision,
     "open_clip": _read_open_clip,
 }
+_FOLDED = {prefix.replace("-", "_"): prefix for prefix in SOURCES}
 _FORMS = (
     "file:PATH",
     "local-dir:PATH",

@@ -24,11 +24,11 @@ from crossmodal.pool import TokenPool
 from crossmodal.text import TextTower
 from crossmodal.text_layouts import (
     convert_transformers_text,
-    resample_positions,
     revert_transformers_text,
 )
 from zoo import capture_attention
 from zoo.layers import Block, Mask
+from zoo.merge import resample_sequence
 from zoo.sources import Source, WeightsError
 from zoo.weights import apply_source
 
@@ -273,8 +273,38 @@ def test_text_tower_of_a_whole_clip_at_any_length(custom, length, tmp_path):
         close(mine, theirs.encode_text(ids))
     notes = ours.card.extra["notes"]
     assert any("activation" in note for note in notes)
-    resampled = f"positions resampled linearly from 77 to {length} tokens"
-    assert (resampled in notes) == (length != 77)
+    resampled = {"pos_embed": f"77 tokens -> {length}, linearly"}
+    assert report.resized == (resampled if length != 77 else {})
+
+
+def test_resampling_of_a_text_tower_can_be_switched_off(tmp_path):
+    source = saved(small_clip(), tmp_path)
+    ours = small_tower(context_length=16)
+    before = {name: value.clone() for name, value in ours.state_dict().items()}
+    with pytest.raises(WeightsError, match=r"pos_embed: 77 tokens -> 16.*adding 'positions' to ad"):
+        zoo.load_pretrained(ours, source, adapt=())
+    assert all(torch.equal(value, before[name]) for name, value in ours.state_dict().items())
+    zoo.load_pretrained(small_tower(), source, adapt=())
+
+
+def test_saved_towers_take_another_length_alone_and_in_a_pair(tmp_path):
+    """What open_clip's resampling gives, not only for its files."""
+    tower = shuffled(small_tower(context_length=20))
+    source = f"local-dir:{zoo.save_pretrained(tower, tmp_path / 'tower')}"
+    other = zoo.create_model("text_micro", embed_dim=D, num_heads=H, context_length=9)
+    report = zoo.load_pretrained(other, source)
+    assert report.resized == {"pos_embed": "20 tokens -> 9, linearly"}
+    again = zoo.create_model(source, context_length=9)
+    assert torch.equal(again.pos_embed, other.pos_embed)
+    wanted = {"positional_embedding": tower.pos_embed[0].detach().clone()}
+    model = nn.Module()
+    model.positional_embedding = torch.zeros(9, D)
+    resize_text_pos_embed(wanted, model)
+    close(again.pos_embed[0], wanted["positional_embedding"])
+    pair = shuffled(zoo.create_model("dual_micro", context_length=20))
+    folder = zoo.save_pretrained(pair, tmp_path / "pair")
+    shorter = zoo.create_model(f"local-dir:{folder}", context_length=9)
+    close(shorter.text_tower.pos_embed, resample_sequence(pair.text_tower.pos_embed, 9))
 
 
 def test_network_tells_activation_and_heads(monkeypatch):
@@ -418,5 +448,6 @@ def test_resampled_positions_are_open_clips(length):
     model = nn.Module()
     model.positional_embedding = torch.zeros(length, D)
     resize_text_pos_embed(wanted, model)
-    close(resample_positions(positions[None], length)[0], wanted["positional_embedding"])
-    assert resample_positions(positions[None].half(), length).dtype == torch.float16
+    close(resample_sequence(positions[None], length)[0], wanted["positional_embedding"])
+    close(resample_sequence(positions, length), wanted["positional_embedding"])
+    assert resample_sequence(positions[None].half(), length).dtype == torch.float16

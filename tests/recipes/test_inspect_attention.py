@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -117,3 +119,131 @@ def test_a_model_without_a_run_needs_pairs_and_their_errors_pass(folder, file):
     file.write_text(file.read_text().replace("b.png", "gone.png"))
     with pytest.raises(ValueError, match=r"pairs.jsonl line 2: no image .*gone.png"):
         main(Config(model, pairs=str(file)))
+
+
+# The page
+
+
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory) -> Path:
+    """A run folder of train_vit.py without captures."""
+    root = tmp_path_factory.mktemp("classifier")
+    torch.manual_seed(0)
+    names = [str(digit) for digit in range(10)]
+    model = zoo.create_model("vit_micro_patch2_8", depth=2, class_names=names)
+    zoo.save_pretrained(model, root / "run" / "model")
+    record = {"options": {"data": "digits", "out": "run"}}
+    (root / "run" / "config.json").write_text(json.dumps(record))
+    return root / "run"
+
+
+@pytest.fixture
+def photos(tmp_path) -> Path:
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    for number, size in enumerate([(40, 30), (9, 9)]):
+        Image.new("RGB", size, (90 * number, 0, 0)).save(folder / f"<b>{number}.png")
+    return folder
+
+
+def data_of(file: Path) -> dict:
+    found = re.search(r'<script id="data" type="application/json">(.*?)</script>', file.read_text())
+    return json.loads(found[1])
+
+
+def test_images_of_other_sizes_by_a_folder(classifier, photos, tmp_path, capsys):
+    file = main(Config(str(classifier), images=(str(photos),), out=str(tmp_path / "out")))
+    assert file == tmp_path / "out" / "explorer.html"
+    (model,) = data_of(file)["models"]
+    assert [image["title"] for image in model["images"]] == ["<b>0.png", "<b>1.png"]
+    assert all(image["remark"].startswith("predicts ") for image in model["images"])
+    assert [layer["name"] for layer in model["layers"]] == [
+        "blocks.0.attn",
+        "blocks.1.attn",
+        "rollout",
+    ]
+    assert "<b>0" not in file.read_text()
+    assert "explorer.html (0." in capsys.readouterr().out
+
+
+def test_a_run_is_explored_on_its_own_validation_images(classifier, tmp_path):
+    file = main(Config(str(classifier), samples=3, out=str(tmp_path)))
+    (model,) = data_of(file)["models"]
+    assert [image["title"].split(":")[0] for image in model["images"]] == [
+        "val 0",
+        "val 120",
+        "val 240",
+    ]
+    assert "Over the training" not in file.read_text()  # a run folder without captures
+
+
+def test_what_a_run_recorded_is_on_the_page(classifier, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(classifier, run)
+    rows = [{"step": step, "attn/blocks.0.attn/entropy": 1 / step} for step in (10, 20)]
+    (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    alarm = {"kind": "collapse", "step": 20, "layer": "blocks.0.attn", "head": None, "value": 1.0}
+    alarm |= {"limit": 0.5, "message": "one key <i>", "causes": ["a"], "remedies": ["--b"]}
+    (run / "alarms.jsonl").write_text(json.dumps(alarm))
+    (run / "attention").mkdir()
+    Image.new("RGB", (9, 9)).save(run / "attention" / "over_time.png")
+    page = main(Config(str(run), samples=1, out=str(tmp_path / "out"))).read_text()
+    assert "Over the training" in page
+    assert "at step 20</span>:\none key &lt;i&gt;" in page
+    assert 'alt="Maps of attention at several steps"' in page
+
+
+def test_two_models_side_by_side(classifier, photos, tmp_path):
+    torch.manual_seed(1)
+    zoo.save_pretrained(zoo.create_model("vit_micro_patch4_32", depth=1), tmp_path / "other")
+    flags = {"compare": f"local-dir:{tmp_path / 'other'}", "images": (str(photos / "*0.png"),)}
+    file = main(Config(str(classifier), layers=("*.0.*",), out=str(tmp_path / "out"), **flags))
+    first, second = data_of(file)["models"]
+    assert (first["name"], second["name"]) == ("run", "other")
+    assert [len(model["layers"]) for model in (first, second)] == [1, 1]
+    assert second["layers"][0]["keys"]["grid"] == [8, 8]
+
+
+def test_words_have_a_page_beside_the_picture(folder, photos, tmp_path):
+    out = tmp_path / "out"
+    model, other = str(folder / "match"), str(folder / "caption")
+    images = (str(photos),)
+    main(Config(model, compare=other, images=images, captions=("red heart",), out=str(out)))
+    assert (out / "attention.png").exists()
+    first, second = data_of(out / "explorer.html")["models"]
+    assert first["layers"][0]["queries"]["names"] == [["red", "heart"]]
+    assert [layer["name"] for layer in second["layers"]] == [
+        "decoder.blocks.0.cross",
+        "decoder.blocks.1.cross",
+    ]
+    main(Config(other, images=images, written=True, out=str(out)))
+
+
+@pytest.mark.parametrize(
+    ("model", "flags", "message"),
+    [
+        ("vit", {"layers": ("nothing*",)}, r"layers='nothing\*' matches no attention; there is"),
+        ("vit", {"images": ("gone.png",)}, "there is no file or folder gone.png"),
+        ("vit", {"images": ("broken.png",)}, r"broken\.png: UnidentifiedImageError"),
+        ("vit", {"indices": (9999,)}, r"--indices \[9999\] must lie in 0 to 359"),
+        ("vit", {"compare": "match"}, "must both be models of images, or both of text and image"),
+        ("vit", {"max_mb": 0.1}, "0.0 MB are allowed: name fewer images or fewer layers"),
+        ("cnn", {}, "has nothing to explore: no attention .* and no gates"),
+        ("bare", {}, "--images is needed with --model local-dir:"),
+        ("match", {"images": ("photos",)}, "--images needs --captions"),
+    ],
+)
+def test_what_cannot_be_explored_is_told(
+    folder, classifier, photos, tmp_path, monkeypatch, model, flags, message
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken.png").write_bytes(b"no image")
+    zoo.save_pretrained(zoo.create_model("resnet_micro"), tmp_path / "cnn")
+    models = {"vit": str(classifier), "match": str(folder / "match")}
+    models |= {"cnn": "local-dir:cnn", "bare": f"local-dir:{classifier / 'model'}"}
+    flags = {**flags, **({"compare": models["match"]} if "compare" in flags else {})}
+    if model == "cnn":
+        flags["images"] = ("photos",)
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        main(Config(models[model], out="out", **flags))
+    assert not (tmp_path / "out").exists()

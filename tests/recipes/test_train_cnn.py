@@ -105,6 +105,26 @@ def test_a_flag_for_each_insertion_is_the_same(tmp_path):
     assert same_weights(tmp_path / "one", tmp_path / "two")
 
 
+def test_looking_at_gates_changes_nothing_and_is_logged(whole, tmp_path):
+    launch(*SMALL, *INSERT, *RANDOM, "--save-attention-every", "5", "--out", tmp_path / "run")
+    assert same_weights(whole, tmp_path / "run")
+    assert rows(whole) == rows(tmp_path / "run")
+    lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    name = "gates/layer2.0.slot_post.0/mean"
+    found = [row for row in map(json.loads, lines) if name in row]
+    assert [row["step"] for row in found] == [5, 10]
+    assert all(0 < row[name] < 1 for row in found)
+    names = {path.name for path in (tmp_path / "run/attention").glob("*.png")}
+    pictures = {"gates_step000005.png", "gates_step000010.png", "gates_over_time.png"}
+    assert names == {"gates.png", *pictures}
+
+
+def test_a_cnn_without_gates_has_nothing_to_look_at(tmp_path):
+    done = launch(*SMALL, "--save-attention-every", "5", "--out", tmp_path / "run", ok=False)
+    assert "save_attention_every (5) needs attention or gates" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
 def test_resumed_is_the_same_run_bit_for_bit(whole, tmp_path):
     """Running statistics, insertions, the average, drop-path and CutMix included."""
     flags = [*SMALL, *INSERT, *RANDOM, "--out", tmp_path / "run"]

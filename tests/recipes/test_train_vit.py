@@ -191,6 +191,111 @@ def test_a_timm_model_is_fine_tuned_on_two_processes_as_on_one(tmp_path):
     assert again.card.class_names == tuple(str(i) for i in range(10))
 
 
+LOOKS = ["--save-attention-every", "3"]
+
+
+def looks(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in (folder / "attention").iterdir()}
+
+
+def numbers(folder: Path) -> list[dict]:
+    found = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [row for row in found if any(name.startswith("attn/") for name in row)]
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory) -> Path:
+    """The run of `whole`, looked at every three updates."""
+    folder = tmp_path_factory.mktemp("watched") / "run"
+    launch("train_vit.py", *SMALL, *RANDOM, *LOOKS, "--checkpoint-every", "5", "--out", folder)
+    return folder
+
+
+def test_looking_inside_changes_nothing_and_is_logged(whole, watched):
+    assert same_weights(whole, watched)
+    for name in ("train/loss", "train/grad_norm", "val/loss"):
+        assert rows(watched, name) == rows(whole, name)
+    found = numbers(watched)
+    assert [row["step"] for row in found] == [3, 6, 9, 12]
+    assert 0 < found[0]["attn/blocks.0.attn/entropy"] <= 1
+    steps = [f"step{step:06d}.{kind}" for step in (3, 6, 9, 12) for kind in ("png", "safetensors")]
+    assert sorted(looks(watched)) == ["images.safetensors", "over_time.png", *steps]
+    assert max(len(content) for content in looks(watched).values()) < 200_000
+
+
+def test_looks_of_a_resumed_run_are_those_of_an_uninterrupted_one(watched, tmp_path):
+    folder = tmp_path / "run"
+    flags = [*SMALL, *RANDOM, "--checkpoint-every", "5", "--keep", "9", "--out", folder]
+    launch("train_vit.py", *flags, *LOOKS)
+    for path in (folder / "checkpoints").glob("*.pt"):
+        if path.name > "step_00000005.pt":
+            path.unlink()
+    launch("train_vit.py", *flags, *LOOKS, "--resume", "auto")
+    assert looks(folder) == looks(watched)
+    assert numbers(folder) == numbers(watched)
+
+
+def test_two_processes_look_once(tmp_path):
+    flags = [*SMALL, "--epochs", "1", "--warmup-epochs", "0", "--grad-checkpointing"]
+    done = launch("train_vit.py", *flags, *LOOKS, "--out", tmp_path / "run", processes=2)
+    launch("train_vit.py", *flags, "--out", tmp_path / "plain", processes=2)
+    assert same_weights(tmp_path / "run", tmp_path / "plain")
+    assert [row["step"] for row in numbers(tmp_path / "run")] == [3, 6]
+    assert len(list((tmp_path / "run/attention").glob("step*.png"))) == 2
+    told = [line for line in done.stderr.splitlines() if line.startswith("alarm at")]
+    assert len(told) == len(set(told)), "said once"
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_an_alarm_stops_a_run_that_asks_for_it_and_resuming_goes_on(tmp_path, processes):
+    """Attention weights far too sharp: the temperature is a thousandth."""
+    flags = [*SMALL, "--epochs", "1", "--warmup-epochs", "0", "--temperature", "0.001", "--out",
+             tmp_path / "run", "--save-attention-every", "1", "--stop-on-alarm"]  # fmt: skip
+    done = launch("train_vit.py", *flags, processes=processes, ok=False)
+    assert "alarm at step" in done.stderr
+    assert summary(tmp_path / "run")["status"] == "stopped by alarm"
+    if processes == 1:
+        assert done.returncode == 3
+    assert "--stop-on-alarm" in done.stdout
+    assert "--resume auto" in done.stdout
+    stopped = summary(tmp_path / "run")["steps"]
+    told = (tmp_path / "run/alarms.jsonl").read_text()
+    launch("train_vit.py", *flags, "--resume", "auto", processes=processes, ok=False)
+    again = (tmp_path / "run/alarms.jsonl").read_text()
+    assert again.startswith(told)
+    keys = [(row["kind"], row["layer"], row["head"]) for row in map(json.loads, again.splitlines())]
+    assert len(set(keys)) == len(keys), "no alarm twice"
+    assert summary(tmp_path / "run")["steps"] > stopped
+
+
+def test_a_model_without_attention_is_refused_before_it_trains(tmp_path):
+    flags = ["--model", "timm:resnet18", "--img-size", "32", "--out", tmp_path / "run"]
+    done = launch("train_vit.py", *SMALL, *flags, *LOOKS, ok=False)
+    assert done.returncode != 0
+    assert "save_attention_every (3) needs attention or gates" in done.stderr
+    assert "timm:resnet18: it has none" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_remedies_reach_the_model_and_the_loss(tmp_path):
+    flags = [*SMALL, "--epochs", "1", "--warmup-epochs", "0", "--lr", "0"]
+    launch(
+        "train_vit.py", *flags, "--attn-drop", "0.1", "--qk-norm", "True", "--out", tmp_path / "a"
+    )
+    options = json.loads((tmp_path / "a/model/model.json").read_text())["options"]
+    assert (options["attn_drop_rate"], options["qk_norm"]) == (0.1, True)
+    launch("train_vit.py", *flags, "--out", tmp_path / "plain")
+    plain = rows(tmp_path / "plain", "train/loss")
+    for flag, sign in (("--head-penalty", 1), ("--entropy-bonus", -1)):
+        launch("train_vit.py", *flags, flag, "0.5", "--out", tmp_path / flag)
+        terms = [
+            sign * (b - a) for a, b in zip(plain, rows(tmp_path / flag, "train/loss"), strict=True)
+        ]
+        assert all(0 < term <= 0.5 for term in terms), flag
+    done = launch("train_vit.py", "--head-penalty", "-1", "--out", tmp_path / "bad", ok=False)
+    assert "head_penalty (-1.0) must be at least 0" in done.stderr
+
+
 def test_asking_for_two_and_getting_one_is_said(tmp_path):
     words = [
         sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2",

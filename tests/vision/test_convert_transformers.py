@@ -139,6 +139,22 @@ def test_foreign_activation_is_named() -> None:
         apply_source(VisionTransformer(**VIT), source)
 
 
+@pytest.mark.parametrize("kind", [vit, dinov2])
+def test_projections_without_biases(kind: Any, tmp_path: Any) -> None:
+    theirs, options = kind(qkv_bias=False), VIT if kind is vit else DINOV2
+    theirs.save_pretrained(tmp_path / "theirs")
+    source = f"local-dir:{tmp_path / 'theirs'}"
+    with pytest.raises(WeightsError, match="qkv_bias: False there, True here"):
+        zoo.load_pretrained(VisionTransformer(**options), source)
+    ours, _ = load(tmp_path, theirs.state_dict(), **options, qkv_bias=False)
+    assert_same(ours.forward_features(images()), theirs(images()).last_hidden_state)
+    again = zoo.create_model(source).eval()
+    assert again.card.options["qkv_bias"] is False
+    assert_same(again.forward_features(images()), theirs(images()).last_hidden_state)
+    with pytest.raises(WeightsError, match="qkv_bias: True there, False here"):
+        load(tmp_path, kind().state_dict(), **options, qkv_bias=False)
+
+
 def test_distilled_vit_is_refused(tmp_path: Any) -> None:
     config = transformers.DeiTConfig(**CONFIG, intermediate_size=96)
     state = transformers.DeiTForImageClassification(config).state_dict()

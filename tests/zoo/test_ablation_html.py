@@ -5,11 +5,11 @@ from __future__ import annotations
 import base64
 import json
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
 import pytest
+from page_reader import Reader
 
 from zoo.ablation import Plan, Variant, report, seconds_of_cell
 from zoo.ablation.html import Scale, verdicts
@@ -17,35 +17,6 @@ from zoo.ablation.results import environments, learning_curves
 from zoo.ablation.stats import Comparison
 
 EVIL = '<script>alert(1)</script> & "x"'
-VOID = {"meta", "img", "wbr"}
-
-
-class Reader(HTMLParser):
-    """Text by tag and all attributes; fails where tags do not match."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.attributes: list[tuple[str, str, str]] = []
-        self.text: dict[str, list[str]] = {}
-        self.feed(text)
-        assert not self.open, f"left open: {self.open}"
-
-    def handle_starttag(self, tag, attrs):
-        self.attributes += [(tag, name, value or "") for name, value in attrs]
-        if tag not in VOID:
-            self.open.append(tag)
-            self.text.setdefault(tag, []).append("")
-
-    def handle_startendtag(self, tag, attrs):
-        self.attributes += [(tag, name, value or "") for name, value in attrs]
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        if self.open:
-            self.text[self.open[-1]][-1] += data
 
 
 def cells(plan: Plan, out: Path, missing: int = 0) -> None:

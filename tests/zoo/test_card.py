@@ -31,7 +31,8 @@ def test_round_trip_through_json() -> None:
         ({"std": (0.1, 0.1, 0.0)}, "std must be positive"),
         ({"interpolation": "cubic"}, "interpolation must be one of nearest, bilinear, bicubic"),
         ({"crop_mode": "middle"}, "crop_mode must be one of"),
-        ({"crop_pct": 1.1}, r"crop_pct must be in \(0, 1\], not 1.1"),
+        ({"crop_pct": 2.1}, r"crop_pct must be in \(0, 2\], not 2.1"),
+        ({"crop_pct": 0}, r"crop_pct must be in \(0, 2\], not 0"),
         ({"crop_pct": True}, "crop_pct"),
         ({"colour": 1}, "Preprocessing has no field 'colour'; it has size, mean"),
     ],
@@ -59,6 +60,17 @@ def test_wrong_preprocessing_is_named(change: dict[str, Any], said: str) -> None
 def test_wrong_card_is_named(change: dict[str, Any], said: str) -> None:
     with pytest.raises(CardError, match=said):
         ModelCard.from_dict({**CARD.to_dict(), **change})
+
+
+def test_differences_are_of_meaning_not_of_form() -> None:
+    def card(**options: Any) -> ModelCard:
+        return ModelCard(None, options, PRE)
+
+    square = card(patch_size=14, act="gelu", drop_rate=0.1, context_length=77)
+    assert square.differences(card(patch_size=[14, 14], drop_rate=0, context_length=9)) == {}
+    assert card(patch_size=(14, 14)).differences(square) == {}
+    assert square.differences(card(patch_size=[14, 16])) == {"patch_size": (14, [14, 16])}
+    assert square.differences(card(act="relu", other=1)) == {"act": ("gelu", "relu")}
 
 
 def test_missing_field_is_named() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -33,6 +34,10 @@ def broken(state: dict[str, torch.Tensor], kind: str) -> dict[str, torch.Tensor]
         return {f"backbone.{k}": v for k, v in state.items()}
     elif kind == "int8":
         state["blocks.0.mlp.fc1.weight"] = state["blocks.0.mlp.fc1.weight"].to(torch.int8)
+    elif kind == "complex":
+        return {k: v.to(torch.complex64) for k, v in state.items()}
+    elif kind == "mask":
+        state["patch_embed.proj.weight"] = state["patch_embed.proj.weight"] > 0
     elif kind == "torchvision":
         return dict(torchvision.models.VisionTransformer(8, 2, 1, 2, 64, 64).state_dict())
     return state
@@ -45,7 +50,10 @@ CAUSES = {
     "optimizer": r"is an optimizer's state",
     "lora": r"weights of an adapter such as LoRA \(.*lora_A",
     "prefix": r"keys carry the prefix 'backbone\.': load with part='backbone'",
-    "int8": r"blocks\.0\.mlp\.fc1\.weight: int8 in the source \(quantised\?\)",
+    "int8": r"fc1\.weight: int8 in the source \(quantised\?\).*cause: the source is quantised",
+    "complex": r"cls_token: complex64 in the source \(complex numbers\), torch\.float32 in the .*"
+    r"27 more that do not fit.*likely cause: complex numbers are no weights of this model",
+    "mask": r"cause: truth values are no weights of this model \(patch_embed\.proj\.weight\)",
     "torchvision": r"likely cause: the keys look like a library's ViT, which .*Sequential",
 }
 
@@ -61,11 +69,46 @@ def test_causes_are_named_and_nothing_changes(kind: str, tmp_path: Path) -> None
     assert model.card is card
 
 
+OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "norm after pooling": ({"global_pool": "avg"}, {}, "the pooling .*fc_norm"),
+    "norm before pooling": ({}, {"global_pool": "avg"}, "the pooling .*fc_norm"),
+    "attention pooling": ({"global_pool": "map"}, {}, "the pooling .*attn_pool"),
+    "no attention pooling": ({}, {"global_pool": "map"}, "the pooling .*attn_pool"),
+    "no class token": ({"class_token": False, "global_pool": "avg", "fc_norm": False}, {}, "class"),
+    "registers": ({"reg_tokens": 2}, {}, "reg_tokens"),
+    "layer scale": ({}, {"init_values": 0.1}, "init_values"),
+    "qk_norm": ({"qk_norm": True}, {}, "qk_norm"),
+    "no biases": ({"qkv_bias": False}, {}, "qkv_bias"),
+    "pre_norm and pooling": ({"pre_norm": True}, {"global_pool": "map"}, "pre_norm; the pooling"),
+    "position": ({"position": "none"}, {}, "position"),
+    "relative position": ({}, {"position": "relative"}, "position"),
+    "prior": ({"position": "prior"}, {}, "position"),
+}
+
+
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_an_option_that_a_bare_file_shows_is_named(kind: str, tmp_path: Path) -> None:
+    there, here, said = OPTIONS[kind]
+    source, model = saved(snapshot(randomized(**there)), tmp_path), make(**here)
+    before = snapshot(model)
+    with pytest.raises(WeightsError, match=f"with another option: .*{said}"):
+        zoo.load_pretrained(model, source)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
 def test_an_optimizers_tensors_are_the_cause(tmp_path: Path) -> None:
     model = make()
     source = sources.Source("x", broken(snapshot(model), "optimizer"))
     with pytest.raises(WeightsError, match="likely cause: this is an optimizer checkpoint"):
         weights.apply_source(model, source)
+
+
+def test_norms_folded_at_the_export_are_the_cause() -> None:
+    state = snapshot(make())
+    del state["norm.weight"], state["norm.bias"]
+    source = sources.Source("x", state, config={"library": "onnx", "folded_norms": ["a", "b"]})
+    with pytest.raises(WeightsError, match="cause: batch norm was folded into 2 convolutions"):
+        weights.apply_source(make(), source)
 
 
 def test_half_of_the_keys_is_refused_even_if_not_strict(tmp_path: Path) -> None:

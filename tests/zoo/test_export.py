@@ -22,7 +22,7 @@ from zoo.layers import list_attention
 from zoo.layers.factory import kinds_with_bias
 
 VIT = {"depth": 1, "img_size": 8, "patch_size": 2, "embed_dim": 16, "num_heads": 2}
-KINDS = [kind for kind in list_attention() if kind != "additive"]  # see its own test
+KINDS = list_attention()
 EXPORTS = {".onnx": export_onnx, ".pt2": export_program}
 
 
@@ -126,8 +126,7 @@ def test_every_attention_kind_becomes_a_program(kind: str, tmp_path: Path) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "position"),
-    [(kind, "none") for kind in KINDS]
-    + [(kind, "relative") for kind in kinds_with_bias() if kind in KINDS],
+    [(kind, "none") for kind in KINDS] + [(kind, "relative") for kind in kinds_with_bias()],
 )
 def test_every_attention_kind_becomes_onnx(kind: str, position: str, tmp_path: Path) -> None:
     model = trained(vit(attention=kind, position=position))
@@ -135,8 +134,23 @@ def test_every_attention_kind_becomes_onnx(kind: str, position: str, tmp_path: P
     assert_onnx_equals(model, tmp_path / "model.onnx")
 
 
-def test_additive_attention_for_one_image(tmp_path: Path) -> None:
-    model = trained(vit(attention="additive"))
+# Of an image, all queries at once or a few.
+@pytest.mark.parametrize(("suffix", "chunk_bytes"), [(".pt2", 1 << 26), (".onnx", 1 << 13)])
+def test_additive_attention_in_chunks_for_any_batch(
+    chunk_bytes: int, suffix: str, tmp_path: Path
+) -> None:
+    options = {"chunk_bytes": chunk_bytes}
+    model = trained(vit(attention="additive", attention_options=options, class_token=True))
+    report = EXPORTS[suffix](model, tmp_path / f"model{suffix}")
+    assert set(report.differences) == set(BATCHES)
+    run = open_export(tmp_path / f"model{suffix}")
+    for number in (1, 4, 7):
+        x = images(model, number)
+        torch.testing.assert_close(run(x), model.eval()(x), rtol=1e-4, atol=1e-5)
+
+
+def test_a_batch_of_one(tmp_path: Path) -> None:
+    model = trained(vit())
     report = export_program(model, tmp_path / "model.pt2", dynamic_batch=False)
     assert set(report.differences) == {1}
     assert "for a batch of 1" in str(report)

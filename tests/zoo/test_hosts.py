@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from torchvision.transforms.v2.functional import pil_to_tensor
 
 import zoo
 from zoo import hosts
+from zoo.card import CROP_MODES
 from zoo.preprocess import build_transform
 
 NAMES = ["timm:resnet18", "timm:mobilenetv3_small_050", "torchvision:resnet18"]
@@ -66,6 +68,35 @@ def test_preprocessing_is_the_weights_own() -> None:
     assert model.card.preprocessing.crop_pct == expected.crop_size[0] / expected.resize_size[0]
     first = zoo.create_model("torchvision:resnet50.IMAGENET1K_V1")
     assert first.card.preprocessing.crop_pct == 224 / 256
+
+
+@pytest.mark.parametrize("size", [64, 160])
+def test_a_vit_of_torchvision_takes_another_size(size: int, tmp_path: Path) -> None:
+    from timm.layers import resample_abs_pos_embed
+
+    trained: Any = zoo.create_model("torchvision:vit_b_32", num_classes=3)
+    nn.init.normal_(trained.encoder.pos_embedding)
+    torch.save(trained.state_dict(), tmp_path / "trained.pt")
+    source = f"file:{tmp_path / 'trained.pt'}"
+    model: Any = zoo.create_model(
+        "torchvision:vit_b_32", num_classes=3, img_size=size, pretrained=source
+    )
+    grid = size // 32
+    assert model.load_report.resized == {"encoder.pos_embedding": f"grid 7x7 -> {grid}x{grid}"}
+    torch.testing.assert_close(
+        model.encoder.pos_embedding.data,
+        resample_abs_pos_embed(trained.encoder.pos_embedding.data, [grid, grid], [7, 7]),
+    )
+    assert model(torch.randn(1, 3, size, size)).shape == (1, 3)
+
+
+def test_positions_that_cannot_be_resampled_are_the_cause(tmp_path: Path) -> None:
+    trained = zoo.create_model("timm:levit_128s", num_classes=3)
+    torch.save(trained.state_dict(), tmp_path / "trained.pt")
+    model = zoo.create_model("timm:levit_128s", num_classes=3, img_size=96)
+    said = "(?s)likely cause: weights for images of another size, and .*attention_biases cannot"
+    with pytest.raises(zoo.weights.WeightsError, match=said):
+        zoo.load_pretrained(model, f"file:{tmp_path / 'trained.pt'}")
 
 
 @pytest.mark.parametrize("name", ["torchvision:resnet18", "timm:resnet18"])
@@ -127,13 +158,65 @@ def test_weights_that_cannot_be_had_are_an_error_that_names_them(
         ("timm:resnet19", "timm has no model 'resnet19'; nearest: .*resnet18"),
         ("torchvision:resnet19", "torchvision has no model 'resnet19'; nearest: .*resnet18"),
         ("torchvision:resnet18.V9", "no weights 'V9'; it has IMAGENET1K_V1"),
-        ("timm:resnet18.v9", r"timm:resnet18.v9: .*tag"),
+        ("timm:resnet18.v9", r"timm:resnet18 has no weights 'v9'; it has a1_in1k, "),
+        ("timm:ResNet18", "timm has no model 'ResNet18'; nearest: resnet18"),
+        ("timm:NOPE", r"timm has no model 'NOPE'; timm.list_models\(\) lists all \d+"),
+        ("torchvision:NOPE", r"torchvision has no model 'NOPE'; torchvision\.models\.list_models"),
+        ("open_clip:vit-b-32", "open_clip has no model 'vit-b-32'; nearest: ViT-B-32"),
         ("timm:", "timm has no model ''"),
     ],
 )
 def test_unknown_names(name: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         zoo.create_model(name)
+    if not name.endswith(":"):  # read_source says that
+        with pytest.raises(zoo.weights.WeightsError, match=message):
+            zoo.load_pretrained(nn.Linear(1, 1), name)
+
+
+def test_a_network_without_weights_says_so() -> None:
+    with pytest.raises(zoo.weights.WeightsError, match="timm has no weights for resnet50t"):
+        zoo.load_pretrained(nn.Linear(1, 1), "timm:resnet50t")
+
+
+@pytest.mark.parametrize("source", ["timm:resnet18", "torchvision:resnet18"])
+def test_offline_says_what_to_do(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def offline(*args: Any, **options: Any) -> None:
+        raise OSError("no route\nto host")
+
+    monkeypatch.setattr(timm, "create_model", offline)
+    monkeypatch.setattr(torchvision.models.ResNet18_Weights, "get_state_dict", offline)
+    said = f"{source} cannot be had: OSError: no route to host; load it once .* take file:PATH"
+    with pytest.raises(zoo.weights.WeightsError, match=said):
+        zoo.load_pretrained(nn.Linear(1, 1), source)
+
+
+def test_every_preprocessing_of_timm_has_a_card() -> None:
+    """VOLO's largest were evaluated with a crop of more than the image."""
+    larger = set()
+    for name in timm.list_pretrained():
+        preprocessing = hosts._as_preprocessing(timm.get_pretrained_cfg(name))
+        if preprocessing.crop_pct > 1:
+            larger.add(name.partition(".")[0])
+    assert {"volo_d4_448", "volo_d5_448", "volo_d5_512"} <= larger
+
+
+@pytest.mark.parametrize("size", [(64, 64), (48, 64)])
+@pytest.mark.parametrize("mode", CROP_MODES)
+def test_a_crop_of_more_than_the_image_equals_timms(mode: str, size: tuple[int, int]) -> None:
+    config = timm.get_pretrained_cfg("volo_d5_512")
+    pre = replace(hosts._as_preprocessing(config), size=size, crop_mode=mode)
+    theirs = create_transform(
+        (3, *size),
+        mean=pre.mean,
+        std=pre.std,
+        interpolation=pre.interpolation,
+        crop_pct=config.crop_pct,
+        crop_mode=mode,
+    )
+    for rows, cols in ((50, 70), (200, 90), (64, 64), (30, 20)):
+        image = Image.fromarray(skimage.data.chelsea()[:rows, :cols])
+        torch.testing.assert_close(build_transform(pre)(image), theirs(image), atol=1e-5, rtol=0)
 
 
 def test_an_option_that_the_host_lacks_is_named() -> None:

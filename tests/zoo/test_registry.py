@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -174,6 +176,77 @@ def test_pretrained_source_and_own_weights(clean_registry: None, tmp_path: Path)
     assert zoo.list_models(pretrained=True) == ["vit_mine_patch2_8"]
     mine = zoo.create_model("vit_mine_patch2_8", pretrained=True)
     assert torch.equal(mine.head.weight, model.head.weight)
+
+
+def test_a_model_keeps_the_report_of_its_weights(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fresh: Any = zoo.create_model("vit_micro_patch2_8")
+    assert fresh.load_report is None
+    source = f"local-dir:{zoo.save_pretrained(fresh, tmp_path / 'model')}"
+    with caplog.at_level("INFO", logger="zoo"):
+        model: Any = zoo.create_model("vit_micro_patch2_8", pretrained=source, in_chans=1)
+    assert isinstance(model.load_report, zoo.LoadReport)
+    assert model.load_report.adapted == {"patch_embed.proj.weight": "3 input channels -> 1"}
+    assert str(model.load_report) in caplog.text
+    again: Any = zoo.create_model(source, img_size=16)
+    assert again.load_report.resized == {"pos_embed": "grid 4x4 -> 8x8"}
+    assert copy.deepcopy(again).load_report == again.load_report
+    assert "load_report" not in again.state_dict()
+    zoo.save_pretrained(again, tmp_path / "again")
+
+
+def test_create_model_passes_on_how_weights_are_loaded(tmp_path: Path) -> None:
+    trained: Any = zoo.create_model("vit_micro_patch2_8")
+    state = {f"backbone.{key}": value for key, value in trained.state_dict().items()}
+    torch.save({**state, "decoder.weight": torch.ones(2)}, tmp_path / "x.pt")
+    create = partial(zoo.create_model, "vit_micro_patch2_8", pretrained=f"file:{tmp_path / 'x.pt'}")
+    with pytest.raises(WeightsError, match="load with part='backbone'"):
+        create()
+    assert torch.equal(create(part="backbone").head.weight, trained.head.weight)
+    with pytest.raises(WeightsError, match="adding 'positions' to adapt"):
+        create(part="backbone", img_size=16, adapt=("stem",))
+    with pytest.raises(ValueError, match="adapt: unknown 'stems'; it may hold positions, stem"):
+        create(part="backbone", adapt="stems")
+    sharp, smooth = (create(part="backbone", img_size=4, antialias=x) for x in (False, True))
+    assert not torch.equal(sharp.pos_embed, smooth.pos_embed)
+
+
+@pytest.mark.parametrize("kind", ["window", "linformer"])  # without weights of its own, and with
+def test_another_attention_can_be_refused(kind: str, tmp_path: Path) -> None:
+    model: Any = zoo.create_model("vit_micro_patch2_8")
+    source = f"local-dir:{zoo.save_pretrained(model, tmp_path / 'model')}"
+    for name, given in ((source, {}), ("vit_micro_patch2_8", {"pretrained": source})):
+        changed: Any = zoo.create_model(name, attention=kind, **given)
+        assert any(f"attention: 'full' there, '{kind}'" in n for n in changed.load_report.notes)
+        with pytest.raises(WeightsError, match=f"attention: 'full' there, '{kind}' here"):
+            zoo.create_model(name, attention=kind, adapt=("stem", "head"), **given)
+
+
+def test_rows_of_classes_without_names_are_told(tmp_path: Path) -> None:
+    model = zoo.create_model("vit_micro_patch2_8", num_classes=2)
+    source = f"local-dir:{zoo.save_pretrained(model, tmp_path / 'model')}"
+    named: Any = zoo.create_model("vit_micro_patch2_8", class_names=["a", "b"], pretrained=source)
+    assert "the source does not name its classes" in named.load_report.notes[0]
+    other: Any = zoo.create_model(
+        "vit_micro_patch2_8", class_names=["a", "b", "c"], pretrained=source
+    )
+    assert other.load_report.notes == ()
+
+
+@pytest.mark.parametrize("given", [{"part": "x"}, {"adapt": ()}, {"antialias": False}], ids=str)
+def test_how_weights_are_loaded_needs_weights(given: dict[str, Any], tmp_path: Path) -> None:
+    (name,) = given
+    with pytest.raises(ValueError, match=rf"{name} \(.*\) says how .* pretrained is False"):
+        zoo.create_model("vit_micro_patch2_8", **given)
+    folder = zoo.save_pretrained(zoo.create_model("vit_micro_patch2_8"), tmp_path / "model")
+    if name == "part":
+        with pytest.raises(ValueError, match=r"part \('x'\) is of another model .*create_model"):
+            zoo.create_model(f"local-dir:{folder}", **given)
+    else:
+        zoo.create_model(f"local-dir:{folder}", **given)
+        with pytest.raises(WeightsError, match="adding 'positions' to adapt"):
+            zoo.create_model(f"local-dir:{folder}", img_size=16, adapt=())
 
 
 def test_asked_for_options_may_differ_from_the_source(tmp_path: Path) -> None:

@@ -164,6 +164,60 @@ def test_a_bare_file_cannot_tell_twins_apart(tmp_path: Path) -> None:
         assert any(f"timm:{twin}" in note for note in report.notes)
 
 
+@pytest.mark.parametrize(
+    ("there", "here", "said"),
+    [
+        ((f"timm:{OTHER}", {}), (f"timm:{TWIN}", {}), "kind Conv2dSame.* there"),
+        (("timm:resnet10t", {"act_layer": "silu"}), ("timm:resnet10t", {}), "SiLU.* there"),
+        (("timm:resnet10t", {}), ("timm:resnet10t", {"act_layer": "silu"}), "ReLU.* there"),
+        (("resnet18", {}), ("timm:resnet18", {"act_layer": "silu"}), "ReLU.* there"),
+        (("timm:resnet18", {"act_layer": "silu"}), ("resnet18", {}), "SiLU.* there"),
+    ],
+    ids=str,
+)
+def test_saved_networks_of_a_library_are_compared(
+    there: Any, here: Any, said: str, tmp_path: Path
+) -> None:
+    """Their cards tell the options that were given, and no others."""
+    source = f"local-dir:{tmp_path / 'm'}"
+    zoo.save_pretrained(zoo.create_model(there[0], num_classes=3, **there[1]), source[10:])
+    model = zoo.create_model(here[0], num_classes=3, **here[1])
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    with pytest.raises(WeightsError, match=f"other settings in .*{said}"):
+        zoo.load_pretrained(model, source)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        zoo.load_pretrained(zoo.create_model(there[0], num_classes=3, **there[1]), source)
+        zoo.create_model(source)
+
+
+def test_pooling_without_weights_is_compared(tmp_path: Path) -> None:
+    small = {"depth": 1, "num_classes": 3, "img_size": 32, "embed_dim": 24, "num_heads": 2}
+    average = {"global_pool": "avg", "fc_norm": False}
+    name = "vit_tiny_patch16_224"
+    theirs = timm.create_model(name, **small, **average)
+    timm.models.save_for_hf(theirs, tmp_path / "timm", model_args={**small, **average})
+    zoo.save_pretrained(zoo.create_model(f"timm:{name}", **small, **average), tmp_path / "ours")
+    for folder in ("timm", "ours"):
+        source = f"local-dir:{tmp_path / folder}"
+        with pytest.raises(WeightsError, match="global_pool avg there, global_pool token"):
+            zoo.load_pretrained(zoo.create_model(f"timm:{name}", **small), source)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            zoo.load_pretrained(zoo.create_model(f"timm:{name}", **small, **average), source)
+
+
+def test_a_saved_network_that_is_gone_is_said(tmp_path: Path) -> None:
+    folder = zoo.save_pretrained(zoo.create_model("timm:resnet10t", num_classes=3), tmp_path / "m")
+    card = folder / "model.json"
+    card.write_text(card.read_text().replace("timm:resnet10t", "timm:resnet10gone"))
+    model = zoo.create_model("timm:resnet10t", num_classes=3)
+    with pytest.warns(UserWarning, match="resnet10gone, which cannot be built here .*not compared"):
+        report = zoo.load_pretrained(model, f"local-dir:{folder}")
+    assert "was not compared" in report.notes[-1]
+
+
 def test_twins_are_found_by_their_settings() -> None:
     assert twin_of("timm:resnet10t") is None
     assert twin_of("vit_tiny_patch16_224") is None

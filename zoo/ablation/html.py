@@ -7,13 +7,11 @@ and width; effects.png is in it too, for copying. Everything is escaped.
 from __future__ import annotations
 
 import base64
-import math
 import re
 import shlex
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +23,7 @@ from zoo.ablation.plan import Plan, cells_of, flag_words
 from zoo.ablation.results import Curve, environments, learning_curves, metric_values
 from zoo.ablation.stats import Comparison
 from zoo.ablation.tables import difference, number, p_value, table
-
-WIDTH, HEIGHT = 100.0, 56.0  # of a panel of learning curves, in its own units
+from zoo.pages.charts import HEIGHT, WIDTH, Scale, polyline
 
 
 def as_html(
@@ -113,33 +110,6 @@ def _seeds(plan: Plan, found: Report, rows: list[dict[str, Any]]) -> dict[str, l
 # Forest plots: horizontal places in percent of the drawing's width
 
 
-@dataclass(frozen=True)
-class Scale:
-    """From numbers to per cent of a length."""
-
-    low: float
-    high: float
-
-    @classmethod
-    def over(cls, values: Iterable[float]) -> Scale:
-        """Holds all values and a margin."""
-        known = list(values)
-        low, high = min(known), max(known)
-        margin = 0.05 * (high - low) or 1.0
-        return cls(low - margin, high + margin)
-
-    def at(self, value: float) -> str:
-        return f"{100 * (value - self.low) / (self.high - self.low):.2f}%"
-
-    def ticks(self) -> list[float]:
-        """Two to six round numbers."""
-        size = self.high - self.low
-        unit = 10.0 ** math.floor(math.log10(size / 5))
-        step = next(unit * factor for factor in (1, 2, 5, 10) if size / (unit * factor) <= 6)
-        first, last = math.ceil(self.low / step), math.floor(self.high / step)
-        return [step * i for i in range(first, last + 1)]
-
-
 def _forest(baseline: str, comparisons: Sequence[Comparison], found: Report) -> dict[str, Any]:
     shown = [each for each in comparisons if each.difference is not None]
     ends = [(each.low, each.high, *each.differences) for each in shown]
@@ -184,12 +154,12 @@ def _curves(plan: Plan, curves: dict[str, dict[int, Curve]]) -> dict[str, Any] |
         "box": f"0 0 {WIDTH:g} {HEIGHT:g}",
         "epochs": [f"{bound(p[0] for p in points):g}" for bound in (min, max)],
         "range": [f"{bound(p[1] for p in points):.4g}" for bound in (min, max)],
-        "reference": _polyline(means.get(reference, []), x, y),
+        "reference": polyline(means.get(reference, []), x, y),
         "reference_name": reference,
         "panels": {
             name: {
-                "seeds": [_polyline(curve, x, y) for curve in curves[name].values()],
-                "mean": _polyline(means[name], x, y),
+                "seeds": [polyline(curve, x, y) for curve in curves[name].values()],
+                "mean": polyline(means[name], x, y),
             }
             for name in plan.names
             if curves[name]
@@ -202,12 +172,3 @@ def _mean_curve(curves: list[Curve]) -> Curve:
     tables = [dict(curve) for curve in curves]
     shared = [x for x in tables[0] if all(x in each for each in tables)] if tables else []
     return [(x, sum(each[x] for each in tables) / len(tables)) for x in shared]
-
-
-def _polyline(curve: Curve, x: Scale, y: Scale) -> str:
-    def place(value: float, scale: Scale, length: float) -> float:
-        return length * (value - scale.low) / (scale.high - scale.low)
-
-    return " ".join(
-        f"{place(a, x, WIDTH):.2f},{HEIGHT - place(b, y, HEIGHT):.2f}" for a, b in curve
-    )

@@ -1,6 +1,9 @@
-"""The template of report.html (jinja2), with its style and the script that sorts its tables."""
+"""The template of report.html (jinja2), with the style of its forest plots."""
 
-PAGE = """\
+from zoo.pages.style import SORTING, STYLE
+
+PAGE = (
+    """\
 {% macro label(text) %}
 {%- for part in text | parts %}{{ part }}{% if not loop.last %}<wbr>{% endif %}{% endfor %}
 {%- endmacro %}
@@ -12,27 +15,9 @@ PAGE = """\
 <meta name="color-scheme" content="light dark">
 <title>{{ question }}</title>
 <style>
-:root {
-  --page: #ffffff; --text: #1c1c1e; --soft: #5f6368; --line: #d9dbdf; --panel: #f5f6f8;
-  --better: #0072b2; --worse: #b84a00; --open: #595959;
-}
-@media (prefers-color-scheme: dark) {
-  :root {
-    --page: #16181c; --text: #e6e7ea; --soft: #a2a7b0; --line: #363a42; --panel: #1f2228;
-    --better: #56b4e9; --worse: #f0905a; --open: #a8adb6;
-  }
-}
-* { box-sizing: border-box; }
-body {
-  margin: 0 auto; padding: 1.5rem 1rem 4rem; max-width: 68rem; background: var(--page);
-  color: var(--text); font: 1rem/1.5 system-ui, -apple-system, "Segoe UI", sans-serif;
-}
-h1 { font-size: 1.6rem; line-height: 1.25; margin: 0 0 .3rem; }
-h2 { font-size: 1.2rem; margin: 2.4rem 0 .6rem; }
-h3 { font-size: 1rem; margin: 1.2rem 0 .3rem; }
-p, .soft { max-width: 48rem; }
-.soft { color: var(--soft); font-size: .9rem; }
-.better { color: var(--better); } .worse { color: var(--worse); } .open { color: var(--open); }
+"""
+    + STYLE
+    + """\
 .verdicts { padding-left: 1.2rem; } .verdicts li { margin: .3rem 0; overflow-wrap: anywhere; }
 .forest { list-style: none; margin: 0; padding: 0; }
 .forest li {
@@ -43,53 +28,17 @@ p, .soft { max-width: 48rem; }
 .forest svg { width: 100%; height: 1.9rem; display: block; overflow: visible; }
 .forest .name { overflow-wrap: anywhere; }
 .forest .numbers, .forest .verdict { font-size: .9rem; }
-.forest .numbers, td, .values { font-variant-numeric: tabular-nums; }
+.forest .numbers { font-variant-numeric: tabular-nums; }
 .forest small { display: block; color: var(--soft); }
-svg .zero { stroke: var(--soft); } svg .grid { stroke: var(--line); }
-svg text { fill: var(--soft); font-size: .75rem; text-anchor: middle; }
-svg .bar { stroke: currentColor; stroke-width: 2.5; }
-svg .dot { fill: currentColor; fill-opacity: .55; } svg .mean { fill: currentColor; }
-.scroll { overflow-x: auto; }
-table { border-collapse: separate; border-spacing: 0; font-size: .9rem; }
-th, td { padding: .3rem .7rem; text-align: right; border-bottom: 1px solid var(--line); }
-th { vertical-align: bottom; font-weight: 600; }
-td { white-space: nowrap; }
-th:first-child, td:first-child {
-  text-align: left; position: sticky; left: 0; background: var(--page); max-width: 14rem;
-  white-space: normal; overflow-wrap: anywhere; min-width: 10.5rem;
-}
-th button {
-  all: unset; cursor: pointer; font-weight: 600;
-}
-th button:focus-visible { outline: 2px solid var(--better); }
-th[aria-sort=ascending] button::after { content: " \\2191"; }
-th[aria-sort=descending] button::after { content: " \\2193"; }
-.panels {
-  display: grid; grid-template-columns: repeat(auto-fill, minmax(9.5rem, 1fr)); gap: .8rem;
-}
-.panels figure { margin: 0; background: var(--panel); padding: .4rem; border-radius: .3rem; }
-.panels figcaption { font-size: .8rem; overflow-wrap: anywhere; }
-.panels svg { width: 100%; height: 6.5rem; display: block; }
-polyline { fill: none; vector-effect: non-scaling-stroke; stroke-linejoin: round; }
-.seed { stroke: var(--better); stroke-width: 1; stroke-opacity: .45; }
-.curve { stroke: var(--better); stroke-width: 2; }
-.reference { stroke: var(--open); stroke-width: 1.5; stroke-dasharray: 4 3; }
-pre {
-  background: var(--panel); padding: .7rem; border-radius: .3rem; font-size: .85rem;
-  white-space: pre-wrap; overflow-wrap: anywhere; margin: .2rem 0 .8rem;
-}
-dl {
-  display: grid; grid-template-columns: fit-content(18rem) 1fr; gap: .2rem 1rem; font-size: .9rem;
-}
-dt { color: var(--soft); } dd { margin: 0; overflow-wrap: anywhere; }
-dd code { font-size: .85rem; }
-details img, section > img { width: 100%; max-width: 60rem; background: #ffffff; }
+.forest .zero { stroke: var(--soft); } .forest .grid { stroke: var(--line); }
+.forest text { fill: var(--soft); font-size: .75rem; text-anchor: middle; }
+.forest .bar { stroke: currentColor; stroke-width: 2.5; }
+.forest .dot { fill: currentColor; fill-opacity: .55; } .forest .mean { fill: currentColor; }
 @media (max-width: 44rem) {
   .forest li { grid-template-columns: auto 1fr; padding: .4rem 0; }
   .forest .name, .forest svg { grid-column: 1 / -1; }
   .forest .verdict { text-align: right; }
   .forest small { display: inline; }
-  dl { grid-template-columns: 1fr; } dd { margin-bottom: .5rem; }
 }
 </style>
 </head>
@@ -267,25 +216,11 @@ corrected (Holm) for all {{ plan.comparisons }} comparisons here.</p>
 {% endfor %}
 </section>
 <script>
-for (const th of document.querySelectorAll("th")) {
-  const button = document.createElement("button");
-  button.append(...th.childNodes);
-  th.append(button);
-  button.onclick = () => {
-    const up = th.getAttribute("aria-sort") !== "ascending";
-    for (const other of th.parentNode.children) other.removeAttribute("aria-sort");
-    th.setAttribute("aria-sort", up ? "ascending" : "descending");
-    const body = th.closest("table").tBodies[0];
-    const key = (row) => row.cells[th.cellIndex].textContent.replace(/^< |(?<=\\d),(?=\\d)/g, "");
-    const order = (a, b) => {
-      const [x, y] = [parseFloat(key(a)), parseFloat(key(b))];
-      if (isNaN(x) || isNaN(y)) return isNaN(y) - isNaN(x) || key(a).localeCompare(key(b));
-      return x - y;
-    };
-    body.append(...[...body.rows].sort((a, b) => (up ? order(a, b) : order(b, a))));
-  };
-}
+"""
+    + SORTING
+    + """\
 </script>
 </body>
 </html>
 """
+)

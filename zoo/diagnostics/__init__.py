@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from zoo.diagnostics.alarms import Alarm, Alarms
 from zoo.diagnostics.capture import NothingCapturedError, capture_attention
 from zoo.diagnostics.flow import rollout
 from zoo.diagnostics.gate_report import draw_gates, save_gates
@@ -15,6 +16,7 @@ from zoo.diagnostics.gates import (
 )
 from zoo.diagnostics.heads import effective_heads, head_similarity
 from zoo.diagnostics.layer_summary import summary
+from zoo.diagnostics.looks import GateLook, LayerLook, look_at_gates, look_at_layer
 from zoo.diagnostics.measures import (
     attention_distance,
     attention_rank,
@@ -23,17 +25,23 @@ from zoo.diagnostics.measures import (
     stable_rank,
     token_share,
 )
+from zoo.diagnostics.norms import capture_norms
 from zoo.diagnostics.tokens import attention_received, outlier_norms, position_bias, sink_tokens
 
 __all__ = [
+    "Alarm",
+    "Alarms",
+    "GateLook",
     "GateMoments",
     "GateStatistics",
+    "LayerLook",
     "NothingCapturedError",
     "attention_distance",
     "attention_rank",
     "attention_received",
     "capture_attention",
     "capture_gates",
+    "capture_norms",
     "diagonal_share",
     "draw_gates",
     "effective_heads",
@@ -42,6 +50,8 @@ __all__ = [
     "gate_ranges",
     "gate_statistics",
     "head_similarity",
+    "look_at_gates",
+    "look_at_layer",
     "outlier_norms",
     "position_bias",
     "rollout",

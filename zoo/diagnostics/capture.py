@@ -7,18 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from zoo.diagnostics.foreign_attention import find_foreign_attention, unknown_attention
 from zoo.layers.check import integer
+from zoo.layers.core import Core
 from zoo.layers.tap import Observer, Tap
 
 Records = dict[str, list[Tensor]]
+Some = TypeVar("Some")
+
+KINDS = {"weights": "attention", "logits": "attention with scores", "outputs": "attention"}
 
 _WRAPPERS = {"module", "_orig_mod"}  # parallel and compiled models
 
@@ -27,6 +32,14 @@ class Observable(Protocol):
     """A tap, or what stands for one."""
 
     def observe(self, callback: Observer, /) -> AbstractContextManager[None]: ...
+
+
+class Attention(Protocol):
+    """The tap of an attention layer, or what stands for one."""
+
+    def observe(
+        self, callback: Observer, what: str = "weights", *, grad: bool = False
+    ) -> AbstractContextManager[None]: ...
 
 
 class NothingCapturedError(RuntimeError):
@@ -39,13 +52,21 @@ def capture_attention(
     layers: str | Sequence[str] = "*",
     samples: int | None = None,
     *,
+    what: str = "weights",
     max_bytes: int = 2 << 30,
 ) -> Iterator[Records]:
-    """Yields a dict that fills with weights: layer name -> one fp32 CPU tensor (b h i j) a forward.
+    """Yields a dict that fills: layer name -> one fp32 CPU tensor a forward, by `what`.
 
-    Rows sum to 1, or to 0 where a query had nothing to attend to; dropout is not applied. Masks and
-    global tokens change weights and never the shape, so that maps of samples and processes can be
-    gathered (of linformer, j is the number of its projected keys).
+    - `weights` (b h i j): rows sum to 1, or to 0 where a query had nothing to attend to; dropout is
+      not applied. Masks and global tokens change weights and never the shape, so that maps of
+      samples and processes can be gathered (of linformer, j is the number of its projected keys).
+    - `logits` (b h i 2): the least and the largest score of each query over the keys that it may
+      see, after scale and bias; inf and -inf where there is none. Kinds that take no softmax of
+      scores, such as performer, show none.
+    - `outputs` (b h i e): what each head puts out before the output projection. As the pass had it,
+      with dropout, except of nn.MultiheadAttention, where it is computed without.
+
+    To see several of one pass, nest the contexts.
 
     Works on our attention and on that of other libraries: nn.MultiheadAttention wherever it is, as
     in torchvision's and open_clip's models, and the classes of timm, open_clip and transformers in
@@ -54,31 +75,75 @@ def capture_attention(
     Args:
         layers: Names of attention modules, with wildcards: "blocks.*", ["blocks.0.attn", "*.3.*"].
         samples: Keeps only the first samples of each batch; by default all.
+        what: "weights", "logits" or "outputs".
         max_bytes: Bound on the memory of all records.
 
     Raises:
-        ValueError: A pattern matches no layer whose weights can be seen, `samples` is less than 1,
-            or attention of another library is part of a compiled model.
+        ValueError: A pattern matches no layer of which that can be seen, `samples` is less than 1,
+            `what` is unknown, or attention of another library is part of a compiled model.
         NothingCapturedError: None of the layers ran, or they are of another library and ran inside
             a compiled model that was not given itself: give and call what was compiled, unwrapped.
         MemoryError: The records would take more than `max_bytes`.
     """
-    taps = attention_of(model)
-    with capture(
-        taps, "attention", layers, samples, max_bytes, partial(_unknown, model)
-    ) as records:
+    chosen = choose_attention(model, layers, what)
+    taps = {name: _Part(tap, what) for name, tap in chosen.items()}
+    unknown = partial(_unknown, model, what)
+    with capture(taps, KINDS[what], "*", samples, max_bytes, unknown) as records:
         yield records
 
 
-def attention_of(model: nn.Module) -> dict[str, Observable]:
-    """The layers whose weights can be captured, by name."""
-    taps: dict[str, Observable] = dict(taps_of(model, "attention"))
+def attention_of(model: nn.Module, what: str = "weights") -> dict[str, Attention]:
+    """The layers of which that can be captured, by name."""
+    without = _without_scores(model) if what == "logits" else {}
+    taps: dict[str, Attention] = {
+        name: tap for name, tap in taps_of(model, "attention").items() if name not in without
+    }
     for path, found in find_foreign_attention(model).items():
         taps[layer_name(path) or type(found.module).__name__] = found
     return taps
 
 
-def _unknown(model: nn.Module) -> str:
+def choose_attention(
+    model: nn.Module, layers: str | Sequence[str] = "*", what: str = "weights"
+) -> dict[str, Attention]:
+    """Those whose names match `layers`, as `capture_attention` takes it.
+
+    Raises:
+        ValueError: A pattern matches no layer of which that can be seen, or `what` is unknown.
+    """
+    if what not in KINDS:
+        raise ValueError(f"what={what!r} must be one of {', '.join(map(repr, KINDS))}")
+    taps = attention_of(model, what)
+    return _matching(taps, layers, KINDS[what], partial(_unknown, model, what))
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Shows one of the things that attention shows."""
+
+    tap: Attention
+    what: str
+
+    def observe(self, callback: Observer, /) -> AbstractContextManager[None]:
+        return self.tap.observe(callback, self.what)
+
+
+def _without_scores(model: nn.Module) -> dict[str, str]:
+    """Layers of a kind whose weights are no softmax of scores, and that kind."""
+    return {
+        layer_name(f"{path}.tap".lstrip(".")): core.kind
+        for path, module in model.named_modules()
+        if isinstance(core := getattr(module, "core", None), Core) and not core.scores
+    }
+
+
+def _unknown(model: nn.Module, what: str) -> str:
+    without = _without_scores(model) if what == "logits" else {}
+    listed = ", ".join(f"{name} ({kind})" for name, kind in without.items())
+    return (f"; these kinds have none: {listed}" if listed else "") + _unreadable(model)
+
+
+def _unreadable(model: nn.Module) -> str:
     found = unknown_attention(model)
     classes = (
         f"{name} ({paths[0]}{f' and {len(paths) - 1} more' if len(paths) > 1 else ''})"
@@ -108,8 +173,7 @@ def capture(
     """
     if samples is not None:
         samples = integer("samples", samples)
-    patterns = [layers] if isinstance(layers, str) else list(layers)
-    taps = _matching(taps, patterns, kind, unknown)
+    taps = _matching(taps, layers, kind, unknown)
     records: Records = {}
     with ExitStack() as stack:
         for name, tap in taps.items():
@@ -138,8 +202,9 @@ def layer_name(path: str) -> str:
 
 
 def _matching(
-    taps: Mapping[str, Observable], patterns: Sequence[str], kind: str, unknown: Callable[[], str]
-) -> dict[str, Observable]:
+    taps: Mapping[str, Some], layers: str | Sequence[str], kind: str, unknown: Callable[[], str]
+) -> dict[str, Some]:
+    patterns = [layers] if isinstance(layers, str) else list(layers)
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in taps):
             there = f"; there is {list(taps)}" if taps else ": the model has none"

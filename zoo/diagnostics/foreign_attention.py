@@ -1,5 +1,7 @@
 """Attention of other libraries, which has no tap: its weights are computed beside its own kernel.
 
+What its heads put out is what its output projection takes, or computed where that cannot be seen.
+
 Hooks see what a module is called with and what its projections and norms put out; from that the
 weights are computed after the module has run. Hooks are not seen by a compiled model that has run
 before, so compiled models are refused; and they do not run inside nn.TransformerEncoder in
@@ -16,12 +18,15 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from zoo.diagnostics.foreign_scores import Reader, reader_of
+from zoo.diagnostics.foreign_reader import Reader, heads_of, split
+from zoo.diagnostics.foreign_scores import reader_of
 from zoo.layers.tap import Observer, Tap
 
 Hook = TypeVar("Hook", bound=Callable[..., None])
@@ -44,60 +49,100 @@ class ForeignAttention:
         self.compiled, self.in_encoder = compiled, in_encoder
 
     @contextmanager
-    def observe(self, callback: Observer) -> Iterator[None]:
-        """Calls `callback` with the weights of every forward pass, as a tap does.
+    def observe(
+        self, callback: Observer, what: str = "weights", *, grad: bool = False
+    ) -> Iterator[None]:
+        """Calls `callback` with what every forward pass shows, as a tap does.
 
         Raises:
             ValueError: the module is part of a compiled one.
         """
-        if self.compiled:
-            raise ValueError(
-                f"the weights of {type(self.module).__name__} cannot be captured in a compiled "
-                "model, which does not run hooks: capture and call the model that was compiled, "
-                "zoo.weights.unwrap(model), or copy.deepcopy(model) of one that was compiled in "
-                "place by model.compile()"
-            )
-        tap, seen = Tap(), _Seen()
+        refuse_compiled(f"the {what} of {type(self.module).__name__}", self.compiled)
+        tap, seen = Tap(), _Seen(grad)
 
-        @_untraced
+        @untraced_hook
         def show(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
             parts, seen.parts = seen.parts, {}
             if module is self.module or getattr(module, "_is_replica", False):  # no deep copy
-                tap.record(lambda: self.reader.scores(module, parts, *args, **kwargs).weights())
+                tap.show(what, partial(self._compute, what, module, parts, args, kwargs))
 
         with ExitStack() as stack:
             if self.in_encoder:
-                stack.enter_context(_no_fast_path())
-            stack.enter_context(tap.observe(callback))
-            for name in self.reader.parts:
-                if isinstance(part := getattr(self.module, name), nn.Module):
-                    handle = part.register_forward_hook(_untraced(seen.keeper(name)))
-                    stack.callback(handle.remove)
+                stack.enter_context(no_fast_path())
+            stack.enter_context(tap.observe(callback, what, grad=grad))
+            for handle in self._listen(what, seen):
+                stack.callback(handle.remove)
             handle = self.module.register_forward_hook(show, with_kwargs=True)
             stack.callback(handle.remove)
             yield
 
+    def _listen(self, what: str, seen: _Seen) -> Iterator[RemovableHandle]:
+        """Hooks on the parts that are needed for it."""
+        takes = self.reader.takes_outputs(self.module)
+        if what == "outputs" and takes is not None:
+            yield takes.register_forward_pre_hook(untraced_hook(seen.keep_input))
+            return
+        for name in self.reader.parts:
+            if isinstance(part := getattr(self.module, name), nn.Module):
+                yield part.register_forward_hook(untraced_hook(seen.keeper(name)))
+
+    def _compute(
+        self, what: str, module: nn.Module, parts: dict[str, Tensor], args: Any, kwargs: Any
+    ) -> Tensor:
+        if _MERGED in parts:
+            return split(parts[_MERGED], heads_of(module))
+        scores = self.reader.scores(module, parts, *args, **kwargs)
+        return getattr(scores, what)()
+
+
+_MERGED = "what the heads put out, side by side"
+
 
 class _Seen(threading.local):
-    """What parts put out in this thread: DataParallel runs its copies side by side."""
+    """What parts put out in this thread: DataParallel runs its copies side by side.
 
-    def __init__(self) -> None:
+    Args:
+        grad: Keeps it as part of the pass, to be differentiated.
+    """
+
+    def __init__(self, grad: bool) -> None:
+        self.grad = grad
         self.parts: dict[str, Tensor] = {}
 
     def keeper(self, name: str) -> Callable[..., None]:
         def keep(module: nn.Module, args: Any, output: Tensor) -> None:
-            self.parts[name] = output.detach()
+            self._keep(name, output)
 
         return keep
 
+    def keep_input(self, module: nn.Module, args: tuple[Tensor]) -> None:
+        self._keep(_MERGED, args[0])
 
-def _untraced(hook: Hook) -> Hook:
+    def _keep(self, name: str, value: Tensor) -> None:
+        self.parts[name] = value if self.grad else value.detach()
+
+
+def refuse_compiled(what: str, compiled: bool) -> None:
+    """For what is seen by hooks.
+
+    Raises:
+        ValueError: it is part of a compiled model.
+    """
+    if compiled:
+        raise ValueError(
+            f"{what} cannot be captured in a compiled model, which does not run hooks: capture and "
+            "call the model that was compiled, zoo.weights.unwrap(model), or copy.deepcopy(model) "
+            "of one that was compiled in place by model.compile()"
+        )
+
+
+def untraced_hook(hook: Hook) -> Hook:
     """A compiled model runs the hook, but does not trace it."""
     return torch.compiler.disable(hook) if "torch._dynamo" in sys.modules else hook
 
 
 @contextmanager
-def _no_fast_path() -> Iterator[None]:
+def no_fast_path() -> Iterator[None]:
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -109,24 +154,33 @@ def _no_fast_path() -> Iterator[None]:
 def find_foreign_attention(model: nn.Module) -> dict[str, ForeignAttention]:
     """The attention of other libraries whose weights can be computed, by path in the model."""
     modules = dict(model.named_modules())
-    compiled = [path for path, module in modules.items() if _is_compiled(module)]
-    encoders = [
-        path for path, module in modules.items() if isinstance(module, nn.TransformerEncoderLayer)
-    ]
+    compiled, encoders = compiled_paths(model), encoder_paths(model)
     return {
         path: ForeignAttention(
-            module, reader, compiled=_within(path, compiled), in_encoder=_within(path, encoders)
+            module, reader, compiled=within(path, compiled), in_encoder=within(path, encoders)
         )
         for path, module in modules.items()
         if (reader := reader_of(module))
     }
 
 
-def _is_compiled(module: nn.Module) -> bool:
-    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+def compiled_paths(model: nn.Module) -> list[str]:
+    """Of the modules that torch.compile compiled."""
+    return [
+        path
+        for path, module in model.named_modules()
+        if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+    ]
 
 
-def _within(path: str, outer: list[str]) -> bool:
+def encoder_paths(model: nn.Module) -> list[str]:
+    """Of the layers of nn.TransformerEncoder."""
+    layers = nn.TransformerEncoderLayer
+    return [path for path, module in model.named_modules() if isinstance(module, layers)]
+
+
+def within(path: str, outer: list[str]) -> bool:
+    """Whether the path is one of `outer`, or leads into one."""
     return any(not name or f"{path}.".startswith(f"{name}.") for name in outer)
 
 

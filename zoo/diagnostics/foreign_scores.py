@@ -10,63 +10,16 @@ Shapes: b batch, n tokens, d width, h heads, i/j query/key positions, e head wid
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from zoo.layers.attention import attention_weights
+from zoo.diagnostics.foreign_reader import Reader, Scores, heads_of, split
 
 Parts = Mapping[str, Tensor]
-
-
-@dataclass(frozen=True)
-class Scores:
-    """Weights before they are computed.
-
-    Args:
-        q: Queries (b h i e), with all that is done to them except the scale.
-        k: Keys (b h j e).
-        masks: Each None, bool with True = may attend, or floats that are added to the scores;
-            broadcastable to (b h i j).
-        scale: Factor on the scores; by default 1 / sqrt(e).
-    """
-
-    q: Tensor
-    k: Tensor
-    masks: tuple[Tensor | None, ...] = ()
-    scale: float | None = None
-
-    def weights(self) -> Tensor:
-        """(b h i j); rows of queries that may attend to nothing are zeros."""
-        allowed: Tensor | None = None
-        bias: Tensor | None = None
-        for mask in self.masks:
-            if mask is None:
-                continue
-            mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
-            may = mask if mask.dtype == torch.bool else ~mask.isneginf()
-            allowed = may if allowed is None else allowed & may
-            if mask.dtype != torch.bool:
-                added = mask.masked_fill(~may, 0)
-                bias = added if bias is None else bias + added
-        return attention_weights(self.q, self.k, allowed, bias=bias, scale=self.scale)
-
-
-@dataclass(frozen=True)
-class Reader:
-    """How the scores of a class come about.
-
-    Args:
-        scores: Called as `scores(module, parts, ...)`, the rest as the class's `forward`.
-        parts: Submodules whose outputs it needs, where they run.
-    """
-
-    scores: Callable[..., Scores]
-    parts: tuple[str, ...] = ()
 
 
 def reader_of(module: nn.Module) -> Reader | None:
@@ -75,11 +28,6 @@ def reader_of(module: nn.Module) -> Reader | None:
         return None
     forward = type(module).forward
     return READERS.get(f"{forward.__module__}.{forward.__qualname__}".removesuffix(".forward"))
-
-
-def _heads(x: Tensor, num_heads: int) -> Tensor:
-    """(b n (h e)) -> (b h n e)"""
-    return x.unflatten(-1, (num_heads, -1)).transpose(1, 2)
 
 
 def _causal(i: int, j: int, like: Tensor) -> Tensor:
@@ -104,27 +52,31 @@ def _torch(
     Without a batch axis the weights get one, of size 1.
     """
     if query.ndim == 2:
-        query, key = query[None], key[None]
+        query, key, value = query[None], key[None], value[None]
         key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]
     elif not m.batch_first:
-        query, key = query.transpose(0, 1), key.transpose(0, 1)
-    bias_q, bias_k, _ = (None,) * 3 if m.in_proj_bias is None else m.in_proj_bias.chunk(3)
+        query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+    biases = (None,) * 3 if m.in_proj_bias is None else m.in_proj_bias.chunk(3)
     if m.in_proj_weight is None:  # keys or values of another width
-        weight_q, weight_k = m.q_proj_weight, m.k_proj_weight
+        matrices = m.q_proj_weight, m.k_proj_weight, m.v_proj_weight
     else:
-        weight_q, weight_k, _ = m.in_proj_weight.chunk(3)
-    q, k = F.linear(query, weight_q, bias_q), F.linear(key, weight_k, bias_k)
+        matrices = m.in_proj_weight.chunk(3)
+    q, k, v = map(F.linear, (query, key, value), matrices, biases)
     if m.bias_k is not None:
-        k = torch.cat([k, m.bias_k.to(k.dtype).expand(len(k), 1, -1)], 1)
+        k, v = (
+            torch.cat([x, more.to(x.dtype).expand(len(x), 1, -1)], 1)
+            for x, more in ((k, m.bias_k), (v, m.bias_v))
+        )
     if m.add_zero_attn:
-        k = torch.cat([k, torch.zeros_like(k[:, :1])], 1)
+        k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
     added = k.shape[1] - key.shape[1]
     masks = [_open(mask, added) for mask in (key_padding_mask, attn_mask)]
     if masks[0] is not None:
         masks[0] = masks[0][:, None, None]
     if masks[1] is not None and masks[1].ndim == 3:
         masks[1] = masks[1].unflatten(0, (-1, m.num_heads))
-    return Scores(_heads(q, m.num_heads), _heads(k, m.num_heads), tuple(masks))
+    q, k, v = (split(x, m.num_heads) for x in (q, k, v))
+    return Scores(q, k, tuple(masks), v=v)
 
 
 def _open(mask: Tensor | None, added: int) -> Tensor | None:
@@ -143,7 +95,7 @@ def _open_clip(m: Any, parts: Parts, x: Tensor, attn_mask: Tensor | None = None)
     if m.logit_scale is None:
         return Scores(parts["ln_q"], parts["ln_k"], masks)
     q, k, _ = F.linear(x, m.in_proj_weight, m.in_proj_bias).chunk(3, -1)
-    q, k = (F.normalize(_heads(part, m.num_heads), dim=-1) for part in (q, k))
+    q, k = (F.normalize(split(part, m.num_heads), dim=-1) for part in (q, k))
     return Scores(q * m.logit_scale.clamp(max=m.logit_scale_max).exp(), k, masks, scale=1.0)
 
 
@@ -222,7 +174,7 @@ def _timm_queries_and_keys(m: Any, parts: Parts, x: Tensor) -> tuple[Tensor, Ten
     if qkv is None:  # its weight was used without it, with a bias made of three
         qkv = F.linear(x, m.qkv.weight, torch.cat([m.q_bias, m.k_bias, m.v_bias]))
     q, k, _ = qkv.chunk(3, -1)
-    return _heads(q, m.num_heads), _heads(k, m.num_heads)
+    return split(q, m.num_heads), split(k, m.num_heads)
 
 
 def _timm_scale(m: Any) -> float | None:
@@ -243,8 +195,7 @@ def _transformers(
             f"attention implementation {kernel!r} hides its masks; call "
             "model.set_attn_implementation('sdpa') to capture its weights"
         )
-    num_heads = m.num_heads if hasattr(m, "num_heads") else m.num_attention_heads
-    q, k = (_heads(parts[name], num_heads) for name in ("q_proj", "k_proj"))
+    q, k = (split(parts[name], heads_of(m)) for name in ("q_proj", "k_proj"))
     is_causal = kwargs.get("is_causal")
     is_causal = m.is_causal if is_causal is None else is_causal
     if is_causal and attention_mask is None and kernel == "sdpa":
@@ -252,20 +203,23 @@ def _transformers(
     return Scores(q, k, (attention_mask,), m.scale if hasattr(m, "scale") else m.scaling)
 
 
-_NORMED = Reader(_timm, ("q_norm", "k_norm"))
-_ROTATED = Reader(_timm_rope, ("q_norm", "k_norm"))
-_PROJECTED = Reader(_transformers, ("q_proj", "k_proj"))
+_NORMED = Reader(_timm, ("q_norm", "k_norm"), ("norm",))
+_POOLED = Reader(_timm, ("q_norm", "k_norm"), ("proj",))
+_ROTATED = Reader(_timm_rope, ("q_norm", "k_norm"), ("norm",))
+_PROJECTED = Reader(_transformers, ("q_proj", "k_proj"), ("out_proj", "o_proj"))
 
 READERS = {
     "torch.nn.modules.activation.MultiheadAttention": Reader(_torch),
-    "open_clip.transformer.Attention": Reader(_open_clip, ("ln_q", "ln_k")),
+    "open_clip.transformer.Attention": Reader(_open_clip, ("ln_q", "ln_k"), ("ln_inner",)),
     "timm.layers.attention.Attention": _NORMED,
-    "timm.layers.attention_pool.AttentionPoolLatent": _NORMED,
+    "timm.layers.attention_pool.AttentionPoolLatent": _POOLED,
     "timm.layers.attention.AttentionRope": _ROTATED,
     "timm.models.eva.EvaAttention": _ROTATED,
-    "timm.models.beit.Attention": Reader(_timm_beit, ("qkv",)),
-    "timm.models.swin_transformer.WindowAttention": Reader(_timm_swin, ("qkv",)),
-    "timm.models.swin_transformer_v2.WindowAttention": Reader(_timm_swin_v2, ("qkv", "cpb_mlp")),
+    "timm.models.beit.Attention": Reader(_timm_beit, ("qkv",), ("proj",)),
+    "timm.models.swin_transformer.WindowAttention": Reader(_timm_swin, ("qkv",), ("proj",)),
+    "timm.models.swin_transformer_v2.WindowAttention": Reader(
+        _timm_swin_v2, ("qkv", "cpb_mlp"), ("proj",)
+    ),
 } | {
     f"transformers.models.{home}.modeling_{home}.{name}Attention": _PROJECTED
     for home, name in {

@@ -3,6 +3,7 @@
 Import from here; the modules behind load Accelerate only when a run starts.
 """
 
+from zoo.engine.alarm_log import AlarmLog, watch_options
 from zoo.engine.batches import BatchPlan, Loader, MicroBatch
 from zoo.engine.checkpoint import CheckpointError
 from zoo.engine.evaluation import collect, evaluate, evaluation_loader
@@ -15,6 +16,7 @@ from zoo.engine.temperature import temperature_schedule
 
 __all__ = [
     "EMA",
+    "AlarmLog",
     "BatchPlan",
     "CheckpointError",
     "Loader",
@@ -32,4 +34,5 @@ __all__ = [
     "start_run",
     "temperature_schedule",
     "warmup_cosine",
+    "watch_options",
 ]

@@ -130,6 +130,20 @@ def _cores() -> int:
     return max(1, min(psutil.cpu_count(logical=False) or 1, allowed or 1))
 
 
+def launch_words(processes: int, precision: str, *, cpu: bool) -> list[str]:
+    """`accelerate launch` for one process, `torchrun` for several, with the precision of the run.
+
+    >>> launch_words(2, "no", cpu=True)
+    ['ACCELERATE_USE_CPU=true', 'torchrun', '--nproc_per_node', '2']
+    """
+    mixed = precision != "no"
+    if processes == 1:
+        return ["accelerate", "launch", *(["--mixed_precision", precision] if mixed else [])]
+    settings = ["ACCELERATE_USE_CPU=true"] if cpu else []
+    settings += [f"ACCELERATE_MIXED_PRECISION={precision}"] if mixed else []
+    return [*settings, "torchrun", "--nproc_per_node", str(processes)]
+
+
 def resume_command(out: str, processes: int) -> str:
     """The command line that continues this run."""
     words, skip = [], False
@@ -139,15 +153,11 @@ def resume_command(out: str, processes: int) -> str:
             skip = not skip and "=" not in word
             continue
         words.append(word)
-    launcher = ["accelerate", "launch"]
-    if processes > 1:
-        launcher = [
-            "torchrun",
-            "--nproc_per_node",
-            os.environ.get("LOCAL_WORLD_SIZE", str(processes)),
-        ]
-        if os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes"):
-            launcher = ["ACCELERATE_USE_CPU=true", *launcher]
+    launcher = launch_words(
+        int(os.environ.get("LOCAL_WORLD_SIZE", processes)) if processes > 1 else 1,
+        os.environ.get("ACCELERATE_MIXED_PRECISION", "no"),
+        cpu=os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes"),
+    )
     return shlex.join([*launcher, sys.argv[0], *words, "--out", out, "--resume", "auto"])
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -28,7 +28,7 @@ from zoo.engine.checkpoint import (
     set_rng_state,
 )
 from zoo.engine.optim import EMA, adamw, set_lr, warmup_cosine
-from zoo.engine.run import Run
+from zoo.engine.run import Run, on_main
 from zoo.engine.temperature import ScheduleFn
 from zoo.engine.tracking import Progress, Tracking, write_json
 from zoo.rng import derive_seed
@@ -36,7 +36,7 @@ from zoo.rng import derive_seed
 StepFn = Callable[[nn.Module, Batch], torch.Tensor]
 PrepareFn = Callable[[Batch], Batch]
 EvaluateFn = Callable[[nn.Module], "dict[str, float] | None"]
-AfterFn = Callable[[nn.Module, int], None]
+AfterFn = Callable[[nn.Module, int], "Mapping[str, float] | None"]
 Window = Iterable["tuple[MicroBatch, Batch]"]
 
 
@@ -45,7 +45,7 @@ class NonFiniteError(RuntimeError):
 
 
 class Interrupted(Exception):
-    """A signal asked to stop; the state has been saved."""
+    """A signal or an alarm asked to stop; the state has been saved."""
 
 
 @dataclass
@@ -129,7 +129,8 @@ def fit(
         schedule_fn: `(bare model, progress)` before each update, with 0 at the first and 1 at the
             last: for what changes over a run besides the learning rate.
         after_update: `(bare model, step)` after each update, on every process: for bounds on
-            parameters, and for looking inside. Steps count from 1.
+            parameters, and for looking inside. Steps count from 1. Numbers that it returns on the
+            main process are logged at that step.
         lead: Batches start with the sample before them (for `Mixing`).
         head_lr: Peak learning rate of the classifier; that of the options by default.
         best: Metric whose highest value marks the best checkpoint.
@@ -137,7 +138,7 @@ def fit(
 
     Raises:
         NonFiniteError: NaN or infinity in the loss or the gradient.
-        SystemExit: 130 after Ctrl-C, 143 after SIGTERM; everything is saved.
+        SystemExit: 130 after Ctrl-C, 143 after SIGTERM, 3 after `Run.stop`; everything is saved.
     """
     training = _prepare(
         run, model, step_fn, source, prepare_fn, schedule_fn, after_update, lead, head_lr
@@ -157,12 +158,12 @@ def fit(
         training.progress.close()
         run.close()
     run.accelerator.end_training()
-    if status == "interrupted":
+    if status != "completed":
         training.progress.say(
-            f"stopped at step {training.position.step}; everything is saved. "
-            f"Continue with:\n  {run.resume_command}"
+            f"{status.replace('interrupted', 'stopped')} at step {training.position.step}; "
+            f"everything is saved. Continue with:\n  {run.resume_command}"
         )
-        sys.exit(128 + run.stop_signal)
+        sys.exit(run.exit_code)
     training.progress.say(_closing(training, best))
     return summary
 
@@ -318,7 +319,9 @@ def _epochs(training: Training, evaluate_fn: EvaluateFn, best: str) -> str:
     try:
         _each_epoch(training, evaluate_fn, best)
     except Interrupted:
-        return "interrupted"
+        run = training.run
+        run.stop_reason = on_main(run.accelerator, lambda: run.stop_reason)
+        return run.status
     return "completed"
 
 
@@ -384,7 +387,7 @@ def _update(training: Training, window: Window, delayed: _Delayed) -> bool:
     optimizer = training.optimizer if accelerator.scaler else training.optimizer.optimizer
     optimizer.step()
     if training.after_update:
-        training.after_update(training.model, position.step + 1)
+        _log_numbers(training, training.after_update(training.model, position.step + 1))
     for parameter in training.parameters:
         parameter.grad = None
     if training.ema:
@@ -487,6 +490,7 @@ def _account(training: Training, ready: list[tuple[Record, list[float]]]) -> boo
     position, stop = training.position, False
     for record, (loss, norm, wish) in ready:
         _check_finite(training, record, loss, norm)
+        training.run.last = {"loss": loss, "grad_norm": norm}
         position.loss_sum += loss * record.size
         position.loss_count += record.size
         position.recent_loss += loss * record.size
@@ -511,6 +515,14 @@ def _log_step(training: Training, record: Record, norm: float) -> None:
         epoch=record.step / training.loader.plan.updates_per_epoch,
     )
     position.recent_loss, position.recent_count = 0.0, 0
+
+
+def _log_numbers(training: Training, numbers: Mapping[str, float] | None) -> None:
+    """Those that `after_update` returned for the update that is being made."""
+    if numbers:
+        step = training.position.step + 1
+        epoch = step / training.loader.plan.updates_per_epoch
+        training.tracking.log(numbers, step=step, epoch=epoch)
 
 
 def _speed(position: Position) -> float:

@@ -6,7 +6,10 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 # What may differ between a run and its resumption without changing the result.
-FREE_ON_RESUME = ("out", "resume", "workers", "tracker", "log_every", "keep", "checkpoint_every")
+FREE_ON_RESUME = (
+    *("out", "resume", "workers", "tracker", "log_every", "keep", "checkpoint_every"),
+    *("save_attention_every", "stop_on_alarm"),
+)
 
 
 @dataclass(frozen=True)
@@ -68,16 +71,26 @@ class TrainOptions:
     """Updates between checkpoints inside an epoch; one is written after every epoch anyway."""
     keep: int = 2
     """Checkpoints to keep, besides the best."""
+    save_attention_every: int = 0
+    """Updates between looks inside, at fixed validation samples: maps in attention/, numbers in
+    metrics.jsonl, warnings in alarms.jsonl; 0 never looks."""
+    stop_on_alarm: bool = False
+    """Stop and save at the first of those warnings, with exit code 3; --resume goes on."""
 
     def __post_init__(self) -> None:
         at_least = {
             "epochs": 1, "batch_size": 1, "grad_accumulation": 1, "lr": 0.0, "min_lr": 0.0,
             "weight_decay": 0.0, "workers": 0, "log_every": 1,
             "eval_every": 1, "checkpoint_every": 0, "keep": 1, "seed": 0,
+            "save_attention_every": 0,
         }  # fmt: skip
         for name, least in at_least.items():
             if getattr(self, name) < least:
                 raise ValueError(f"{name} ({getattr(self, name)}) must be at least {least}")
+        if self.stop_on_alarm and not self.save_attention_every:
+            raise ValueError(
+                "stop_on_alarm needs looks that can warn: set save_attention_every, such as to 50"
+            )
         if self.min_lr > self.lr:
             raise ValueError(f"min_lr ({self.min_lr}) must not exceed lr ({self.lr})")
         if self.warmup_epochs is not None and not 0 <= self.warmup_epochs <= self.epochs:

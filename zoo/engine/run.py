@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 LOCK_SECONDS = 10.0
+STOPPED = 3  # exit code after `Run.stop`
 
 
 class Run:
@@ -45,6 +46,8 @@ class Run:
         folder: The run folder; it is made by `open`, so that a mistake found before leaves nothing.
         checkpoint: What to continue from, or None.
         stop_signal: Number of the signal that asked to stop, or 0.
+        stop_reason: What asked to stop by `stop`, or nothing.
+        last: Loss and gradient norm, before clipping, of the last update that is known.
     """
 
     def __init__(
@@ -57,17 +60,42 @@ class Run:
     ) -> None:
         self.recipe, self.options, self.accelerator = recipe, options, accelerator
         self.folder, self.checkpoint = folder, checkpoint
-        self.stop_signal = 0
+        self.stop_signal, self.stop_reason = 0, ""
+        self.last: dict[str, float] = {}
         self.notes: dict[str, Any] = {}
         self._lock: int | None = None
+
+    @property
+    def resumed_step(self) -> int:
+        """Updates that the checkpoint to continue from has behind it; 0 without one."""
+        return self.checkpoint[1]["position"]["step"] if self.checkpoint else 0
 
     @property
     def resume_command(self) -> str:
         return resume_command(str(self.folder), self.accelerator.num_processes)
 
     def stopping(self) -> bool:
-        """Whether a signal has asked this process to stop."""
-        return self.stop_signal != 0
+        """Whether this process was asked to stop."""
+        return self.stop_signal != 0 or bool(self.stop_reason)
+
+    def stop(self, reason: str) -> None:
+        """Asks all processes to stop after their next step and to save, as a signal does.
+
+        Args:
+            reason: What asks; the status of the run will be `stopped by REASON`.
+        """
+        self.stop_reason = reason
+
+    @property
+    def status(self) -> str:
+        """How a run ends that was asked to stop."""
+        by_signal = self.stop_signal or not self.stop_reason
+        return "interrupted" if by_signal else f"stopped by {self.stop_reason}"
+
+    @property
+    def exit_code(self) -> int:
+        """Of the process of a run that was asked to stop."""
+        return 128 + self.stop_signal if self.status == "interrupted" else STOPPED
 
     def open(self) -> None:
         """Makes the run folder and writes config.json, or checks it against the run's to resume."""
@@ -89,9 +117,8 @@ class Run:
             self._lock = None
 
     def _start_tracker(self) -> None:
-        step = self.checkpoint[1]["position"]["step"] if self.checkpoint else 0
         kwargs: dict[str, dict[str, Any]] = {
-            "tensorboard": {"purge_step": step + 1 if self.checkpoint else None},
+            "tensorboard": {"purge_step": self.resumed_step + 1 if self.checkpoint else None},
             "wandb": {"dir": str(self.folder), "id": self.folder.name, "resume": "allow"},
         }
         config = {

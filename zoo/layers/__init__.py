@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from zoo.layers import adaptive, baseline, linear, sparse  # noqa: F401  they register their kinds
-from zoo.layers.attention import attend, attend_scores, attention_weights, explicit_attention
+from zoo.layers.attention import attend, attend_scores, explicit_attention
 from zoo.layers.bias import (
     PositionBias,
     PriorBias,
@@ -35,6 +35,7 @@ from zoo.layers.multihead import (
 from zoo.layers.pool import AttentionPool
 from zoo.layers.position import resample_1d, resample_grid, sincos_1d, sincos_2d
 from zoo.layers.rope import Rope
+from zoo.layers.scores import attention_weights, score_range
 from zoo.layers.tap import Tap
 
 __all__ = [
@@ -73,6 +74,7 @@ __all__ = [
     "resample_grid",
     "resample_prior",
     "resample_table",
+    "score_range",
     "set_temperature",
     "sincos_1d",
     "sincos_2d",

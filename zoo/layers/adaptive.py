@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from contextlib import nullcontext
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,6 +51,7 @@ class Adaptive(Core):
         cores = (self.in_training, self.when_short, self.when_long)
         self.biases = all(core.biases for core in cores)
         self.drops = all(core.drops for core in cores)
+        self.scores = all(core.scores for core in cores)
         self.tempers = "queries" if all(core.tempers for core in cores) else ""
 
     def check_mask(self, mask: Mask | None) -> None:
@@ -112,19 +114,26 @@ def _by_sample(
     mask: Mask | None,
     given: dict[str, Any],
 ) -> Tensor:
-    """Both kinds, each for its samples; captured weights are put together likewise."""
+    """Both kinds, each for its samples; what the tap is shown is put together likewise."""
     tap: Tap | None = given["tap"]
+    watched = {} if tap is None else tap.watched()
     outputs: list[Tensor] = []
-    weights: list[Tensor] = []
-    observed = tap is not None and tap.active
+    shown: dict[str, list[Tensor]] = {what: [] for what in watched}
     for core in (when_short, when_long):
         own = Tap()
-        with own.observe(weights.append) if observed else nullcontext():
+        with ExitStack() as stack:
+            for what, grad in watched.items():
+                stack.enter_context(own.observe(shown[what].append, what, grad=grad))
             outputs.append(core(q, k, v, mask, **{**given, "tap": own}))
     chosen = short[:, None, None, None]
-    if tap is not None and observed:
-        tap.record(lambda: torch.where(chosen, weights[0], weights[1]))
-    return torch.where(chosen, outputs[0], outputs[1])
+    for what, parts in shown.items():
+        if tap is not None and len(parts) == 2:
+            tap.show(what, partial(_choose, chosen, parts))
+    return _choose(chosen, outputs)
+
+
+def _choose(first: Tensor, parts: list[Tensor]) -> Tensor:
+    return torch.where(first, parts[0], parts[1])
 
 
 def _build(name: str, kind: str, num_heads: int, head_dim: int) -> Core:

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from zoo.layers.attention import attend, attention_weights
+from zoo.layers.attention import attend
 from zoo.layers.core import Core
 from zoo.layers.factory import register_attention
 from zoo.layers.mask import Mask, check_broadcast, keys_and_causal
+from zoo.layers.scores import attention_weights
 from zoo.layers.tap import Tap
 
 
@@ -28,6 +29,7 @@ class Identity(Core):
 
     biases = False
     drops = False
+    scores = False
     tempers = ""
 
     def forward(
@@ -71,6 +73,7 @@ class Mean(Core):
     reason: ClassVar[str] = "it sums the values once and never looks at pairs"
     biases = False
     drops = False
+    scores = False
     tempers = ""
 
     def forward(

@@ -8,15 +8,17 @@ Shapes: b batch, h heads, i/j query/key positions, e head width.
 
 from __future__ import annotations
 
+import math
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from zoo.layers.attention import attend, attend_scores, blank_unseen
+from zoo.layers.attention import attend, attend_scores
 from zoo.layers.check import integer
 from zoo.layers.mask import Mask, MaskLike
+from zoo.layers.scores import blank_unseen
 from zoo.layers.tap import Tap
 
 ALL_MASKS = ("padding", "causal", "segment", "dense")
@@ -33,6 +35,7 @@ class Core(nn.Module):
     reason: ClassVar[str] = ""  # why other masks are not possible
     biases: bool = True
     drops: bool = True  # whether there are weights that dropout can act on
+    scores: bool = True  # whether weights are a softmax of scores, whose range a tap can show
     # What a temperature divides: "queries", "scores" (forward then takes them as `scale`), or "".
     tempers: str = "queries"
     # Why a token's output may change with the tokens behind it, even under a causal mask.
@@ -150,7 +153,7 @@ class Additive(Core):
 
     Args:
         hidden_dim: Width of the network; by default the head's.
-        chunk_bytes: Bound on the hidden vectors held at once.
+        chunk_bytes: Bound on the hidden vectors held at once (in an exported graph, by sample).
     """
 
     tempers = "scores"
@@ -188,8 +191,7 @@ class Additive(Core):
     ) -> Tensor:
         q, k = blank_unseen(q, k, mask)
         hidden_q, hidden_k = self.query(q), k if prepared else self.key(k)
-        pair = hidden_k.numel() * hidden_k.element_size()  # of one query with all keys
-        chunks = hidden_q.split(max(1, self.chunk_bytes // max(1, pair)), dim=2)
+        chunks = hidden_q.split(self._queries_at_once(hidden_k), dim=2)
         if len(chunks) > 1 and torch.is_grad_enabled():
             parts = [checkpoint(self._scores, c, hidden_k, use_reentrant=False) for c in chunks]
         else:
@@ -198,6 +200,14 @@ class Additive(Core):
         if bias is not None:
             scores = scores + bias.lower(q.shape[-2], k.shape[-2])
         return attend_scores(scores, v, mask, dropout_p=dropout_p, tap=tap)
+
+    def _queries_at_once(self, hidden_k: Tensor) -> int:
+        """How many of them `chunk_bytes` holds; in an exported graph, whose batch may vary, of one
+        sample."""
+        samples, *rest = hidden_k.shape
+        samples = 1 if torch.compiler.is_exporting() else samples
+        query = samples * math.prod(rest) * hidden_k.element_size()  # with all keys
+        return max(1, self.chunk_bytes // max(1, query))
 
     def _scores(self, q: Tensor, k: Tensor) -> Tensor:
         """(b h i c), (b h j c) -> (b h i j)"""

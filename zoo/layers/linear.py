@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from zoo.layers.attention import attend, without_autocast
+from zoo.layers.attention import attend
 from zoo.layers.check import flag, integer
 from zoo.layers.core import Core
 from zoo.layers.factory import register_attention
 from zoo.layers.mask import Mask, keys_and_causal
+from zoo.layers.scores import without_autocast
 from zoo.layers.tap import Tap
 from zoo.rng import generator
 
@@ -30,6 +31,7 @@ class Kernel(Core):
     reason: ClassVar[str] = "it sums over the keys before it meets a query and never sees pairs"
     biases = False
     drops = False
+    scores = False
 
     def features(self, q: Tensor, k: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor]:
         """(b h i e), (b h j e) in fp32 -> (b h i m), (b h j m); `keys` (b|1 j) may be seen."""

@@ -148,6 +148,7 @@ class MultiHead(nn.Module):
             x = self.core(q, k, v, mask, bias=self.bias, dropout_p=dropout_p, tap=self.tap, **given)
             if spoiled is not None and mask is not None:
                 x = x.masked_fill(self._sees_any(spoiled, mask, q.shape[2]), torch.nan)
+        self.tap.show("outputs", lambda: x)
         return self.proj_drop(self.proj(merge_heads(x)))
 
     def _temper(self, q: Tensor) -> tuple[Tensor, dict[str, Any]]:

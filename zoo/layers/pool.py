@@ -52,6 +52,7 @@ class AttentionPool(nn.Module):
         """(b n d) -> (b d)"""
         (q,) = split_heads(self.q(self.latent.expand(x.shape[0], -1, -1)), 1, self.num_heads)
         k, v = split_heads(self.kv(x), 2, self.num_heads)
-        x = merge_heads(attend(self.q_norm(q), self.k_norm(k), v, mask, tap=self.tap))
-        x = self.proj_drop(self.proj(x))
+        out = attend(self.q_norm(q), self.k_norm(k), v, mask, tap=self.tap)
+        self.tap.show("outputs", lambda: out)
+        x = self.proj_drop(self.proj(merge_heads(out)))
         return (x + self.mlp(self.norm(x)))[:, 0]

@@ -14,7 +14,7 @@ for a block, e head width.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -23,13 +23,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from zoo.layers import flex
-from zoo.layers.attention import as_autocast, attend, attention_weights, explicit_now
+from zoo.layers.attention import attend, explicit_now
 from zoo.layers.check import integer, is_integer
 from zoo.layers.core import Core
 from zoo.layers.factory import register_attention
 from zoo.layers.flex import Rule
 from zoo.layers.mask import Mask
 from zoo.layers.rope import check_grid
+from zoo.layers.scores import as_autocast, attention_weights, score_range
 from zoo.layers.tap import Tap
 from zoo.rng import generator
 
@@ -152,7 +153,8 @@ class Sparse(Core):
         tap: Tap | None = None,
     ) -> Tensor:
         if tap is not None:
-            tap.record(lambda: self._weights(q, k, mask, bias))
+            tap.record(lambda: self._seen_by(attention_weights, q, k, mask, bias))
+            tap.show("logits", lambda: self._seen_by(score_range, q, k, mask, bias))
         if flex.serves(q, k, mask, bias, dropout_p) and not explicit_now():
             return flex.or_blocked(
                 lambda: self._by_flex(q, k, v, mask),
@@ -192,12 +194,20 @@ class Sparse(Core):
         seeing_all = _attend_at(q[:, :, first:last], k, v, rows, mask, bias, dropout_p, i, j)
         return torch.cat([out[:, :, :first], seeing_all, out[:, :, last:]], dim=2)
 
-    def _weights(self, q: Tensor, k: Tensor, mask: Mask | None, bias: Any) -> Tensor:
+    def _seen_by(
+        self,
+        measure: Callable[..., Tensor],
+        q: Tensor,
+        k: Tensor,
+        mask: Mask | None,
+        bias: Any,
+    ) -> Tensor:
+        """What `attention_weights` or `score_range` says of the pairs that the kind allows."""
         i, j = q.shape[-2], k.shape[-2]
         rows = torch.arange(i, device=q.device)[:, None] + (j - i)
         allowed = Mask.dense(self.sees(rows, torch.arange(j, device=q.device)[None], j)) & mask
         added = None if bias is None else bias.lower(i, j)
-        return attention_weights(q, k, allowed, bias=added)
+        return measure(q, k, allowed, bias=added)
 
     def _layout(self, i: int, j: int, device: torch.device) -> Layout:
         layout = self._layouts.get((i, j, device))

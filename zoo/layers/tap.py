@@ -8,13 +8,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 Observer = Callable[[Tensor], None]
+
+
+class _Watch(NamedTuple):
+    what: str
+    grad: bool
+    callback: Observer
 
 
 class Tap(nn.Module):
@@ -27,22 +33,39 @@ class Tap(nn.Module):
     def __init__(self, kind: str = "attention") -> None:
         super().__init__()
         self.kind = kind
-        self._observers: list[Observer] = []
+        self._observers: list[_Watch] = []
 
     @property
     def active(self) -> bool:
         return bool(self._observers)
 
+    def watched(self) -> dict[str, bool]:
+        """What is observed, and whether any observer of it wants gradients."""
+        found: dict[str, bool] = {}
+        for watch in self._observers:
+            found[watch.what] = found.get(watch.what, False) or watch.grad
+        return found
+
     @contextmanager
-    def observe(self, callback: Observer) -> Iterator[None]:
-        """Calls `callback` with every detached value that passes, inside the context."""
+    def observe(
+        self, callback: Observer, what: str = "weights", *, grad: bool = False
+    ) -> Iterator[None]:
+        """Calls `callback` with every value that passes, inside the context.
+
+        Args:
+            what: Which values: "weights" are what `record` shows; attention shows "logits" and
+                "outputs" too, as `zoo.capture_attention` says.
+            grad: Gives values as part of the pass, to be differentiated, and none of a pass that
+                is without gradients; by default they are detached.
+        """
         if "torch._dynamo" in sys.modules:  # a compiled model runs it, but does not trace it
             callback = torch.compiler.disable(callback)
-        self._observers.append(callback)
+        watch = _Watch(what, grad, callback)
+        self._observers.append(watch)
         try:
             yield
         finally:
-            self._observers.remove(callback)
+            self._observers[:] = [other for other in self._observers if other is not watch]
 
     def forward(self, x: Tensor) -> Tensor:
         """(...) -> the same tensor."""
@@ -51,17 +74,30 @@ class Tap(nn.Module):
         return x
 
     def record(self, compute: Callable[[], Tensor]) -> None:
-        """Shows `compute()` to the observers; does nothing without any.
+        """Shows `compute()`, the weights, to their observers; see `show`."""
+        self.show("weights", compute)
+
+    def show(self, what: str, compute: Callable[[], Tensor]) -> None:
+        """Shows `compute()` to the observers of `what`; does nothing without any.
 
         Gradient checkpointing runs a block again inside the backward pass. That is not a new
-        forward pass, so nothing is recorded there.
+        forward pass, so nothing is shown there.
         """
         if not self.active or torch._C._current_graph_task_id() != -1:
             return
-        with torch.no_grad():
-            value = compute().detach()
-            for observer in tuple(self._observers):
-                observer(value)
+        chosen = [watch for watch in self._observers if watch.what == what]
+        differentiated = [watch for watch in chosen if watch.grad]
+        if differentiated and torch.is_grad_enabled():
+            with _kept():
+                value = compute()
+                for watch in differentiated:
+                    watch.callback(value)
+        detached = [watch for watch in chosen if not watch.grad]
+        if detached:
+            with torch.no_grad():
+                value = compute().detach()
+                for watch in detached:
+                    watch.callback(value)
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles have no observers: a recorder belongs to one model."""
@@ -69,3 +105,18 @@ class Tap(nn.Module):
 
     def extra_repr(self) -> str:
         return self.kind
+
+
+def _kept() -> AbstractContextManager:
+    """What is computed here keeps its own tensors for the backward pass.
+
+    Gradient checkpointing counts the tensors that a block saves, and computes them again in the
+    backward pass, where nothing is shown.
+    """
+    if torch.compiler.is_compiling():
+        return nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, _same)
+
+
+def _same(x: Tensor) -> Tensor:
+    return x

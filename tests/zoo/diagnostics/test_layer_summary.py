@@ -81,7 +81,7 @@ def test_distance_comes_with_a_grid():
     weights[0, 1] = torch.eye(13)[0]  # a head that looks at the class token alone
     distances = attention_distance(weights, (3, 4), **place)
     assert summary(weights, grid=(3, 4), **place)["distance"] == pytest.approx(
-        distances[~distances.isnan()].mean().item()
+        distances.nanmean(0).mean().item()
     )
 
 

@@ -73,10 +73,19 @@ def train(
     source=None,
     step=step_fn,
     evaluate=evaluate_fn,
+    after=None,
 ):
     run = start_run("recipes/toy.py", opts)
     model = model or make_model(0.3)
-    summary = fit(run, model, step, source or Points(), evaluate, save_model=save_model)
+    summary = fit(
+        run,
+        model,
+        step,
+        source or Points(),
+        evaluate,
+        after_update=after and after(run),
+        save_model=save_model,
+    )
     return run, model, summary
 
 
@@ -225,6 +234,70 @@ def test_a_signal_during_evaluation_repeats_the_evaluation(tmp_path):
     run, _, summary = train(replace(opts, resume="auto"), evaluate=evaluate)
     assert len(rows(run, "val/top1")) == 3
     assert summary["steps"] == 21
+
+
+def test_numbers_of_after_update_are_logged_at_their_step(tmp_path):
+    def after(run):
+        return lambda model, step: {"attn/x": step / 2} if step % 5 == 0 else None
+
+    run, _, _ = train(options(tmp_path), after=after)
+    found = [row for row in read_rows(run.folder / "metrics.jsonl") if "attn/x" in row]
+    assert [(row["step"], row["attn/x"]) for row in found] == [
+        (5, 2.5),
+        (10, 5),
+        (15, 7.5),
+        (20, 10),
+    ]
+    assert [row["epoch"] for row in found] == pytest.approx([n / 7 for n in (5, 10, 15, 20)])
+    plain, _, _ = train(options(tmp_path / "plain"))
+    for name in ("train/loss", "train/grad_norm", "val/top1"):
+        assert rows(run, name) == rows(plain, name)
+
+
+@pytest.mark.parametrize("at", [3, 7, 10])
+def test_asked_to_stop_it_saves_tells_why_and_goes_on_bit_for_bit(tmp_path, capsys, at):
+    """Within an epoch, and at its last update, whose evaluation is then left for later."""
+    whole, _, _ = train(options(tmp_path / "whole"))
+
+    def after(run):
+        return lambda model, step: run.stop("alarm") if step == at else None
+
+    opts = options(tmp_path)
+    with pytest.raises(SystemExit) as info:
+        train(opts, after=after)
+    assert info.value.code == 3
+    told = capsys.readouterr().out
+    assert "stopped by alarm at step" in told
+    assert "--resume auto" in told
+    found = json.loads((tmp_path / "run/summary.json").read_text())
+    assert found["status"] == "stopped by alarm"
+    assert found["steps"] in (at, at + 1)
+    run, _, summary = train(replace(opts, resume="auto"), after=after)
+    assert summary["status"] == "completed"
+    first, second = (torch.load(r.folder / "model/weights.pt") for r in (whole, run))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert rows(run, "val/top1") == rows(whole, "val/top1")
+
+
+def test_the_last_loss_and_norm_are_known_after_an_update(tmp_path):
+    seen = []
+
+    def after(run):
+        return lambda model, step: seen.append(dict(run.last))
+
+    run, _, _ = train(options(tmp_path, epochs=1), after=after)
+    assert [each["loss"] for each in seen] == rows(run, "train/loss")
+    assert [each["grad_norm"] for each in seen] == rows(run, "train/grad_norm")
+
+
+def test_looking_may_differ_on_resuming(tmp_path):
+    opts = options(tmp_path, epochs=1)
+    train(opts)
+    train(replace(opts, resume="auto", save_attention_every=5, stop_on_alarm=True))
+    with pytest.raises(ValueError, match="stop_on_alarm needs looks"):
+        options(tmp_path, stop_on_alarm=True)
+    with pytest.raises(ValueError, match=r"save_attention_every \(-1\) must be at least 0"):
+        options(tmp_path, save_attention_every=-1)
 
 
 @pytest.mark.parametrize("where", ["loss", "gradient"])
