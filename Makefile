@@ -13,7 +13,8 @@ ARGS   ?=
 # One thread: so small a model gains little from more, and loses much where others use the cores.
 train: $(VENV)/.base
 	$(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no \
-		--dynamo_backend no --num_cpu_threads_per_process 1 recipes/train_vit.py $(ARGS)
+		--dynamo_backend no --num_cpu_threads_per_process 1 recipes/train_vit.py \
+		--save-attention-every 100 $(ARGS)
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
@@ -37,7 +38,7 @@ $(BIN)/python:
 
 # The stamps are redone when pyproject.toml changes.
 $(VENV)/.base: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --quiet -e .
+	$(BIN)/python -m pip install --quiet -e ".[plots]"
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml | $(BIN)/python

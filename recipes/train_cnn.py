@@ -43,12 +43,14 @@ from vision.classify import (
 from vision.evaluate import metrics
 from vision.fixed_images import fixed_images
 from vision.insertion import Insertion
+from vision.samples import write_samples
 from vision.slots import slots
 from vision.training_watch import closing_look, watch_training
 from zoo import engine
 from zoo.diagnostics import NothingCapturedError, gate_profile, gate_ranges, save_gates
 from zoo.engine.batches import move
 from zoo.freezing import freeze_by_rule
+from zoo.pages import attempted, reported
 
 
 @dataclass(frozen=True)
@@ -124,9 +126,16 @@ def main(config: Config) -> None:
         zoo.save_pretrained(model, folder)
         if config.gates and gate_ranges(model) and not run.stopping():
             run.notes.update(describe_gates(run, model, task, data.class_names, stages))
+        if config.report and not run.stopping():
+            with attempted("samples"), run.accelerator.autocast():
+                size, workers = 2 * config.batch_size, config.workers
+                names = data.class_names
+                write_samples(
+                    run.folder / "samples", model, task.val, names, batch_size=size, workers=workers
+                )
 
     run.notes["images"] = data.report
-    with closing_look(watch):
+    with reported(run), closing_look(watch):
         engine.fit(
             run,
             model,

@@ -17,11 +17,13 @@ second 32.9 % (31.3 to 34.4). The others: see RESULTS.md.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import tyro
 from torch import Tensor, nn
 
+import zoo
 from crossmodal.captioner import caption_loss
 from crossmodal.data import First
 from crossmodal.evaluate import (
@@ -35,11 +37,14 @@ from crossmodal.evaluate import (
 from crossmodal.looks import AttentionSaver, TowerWatch
 from crossmodal.loss import contrastive_loss
 from crossmodal.matcher import match_loss
+from crossmodal.samples import write_samples
 from crossmodal.scores import sacrebleu_metrics
 from crossmodal.training import PairOptions, PairTask, build, check_validation
 from vision.training_watch import closing_look
 from zoo import engine
 from zoo.layers.check import integer
+from zoo.pages import attempted, reported
+from zoo.penalties import PenaltyOptions
 
 MODELS = {"contrastive": "dual_micro", "match": "matcher_micro", "caption": "captioner_micro"}
 REMEMBERED = 2000  # training images about which captions are written, at most
@@ -48,7 +53,7 @@ Metrics = dict[str, float]
 
 
 @dataclass(frozen=True)
-class Config(PairOptions, engine.TrainOptions):
+class Config(PenaltyOptions, PairOptions, engine.TrainOptions):
     """Trains a model of images and captions and writes a run folder."""
 
     task: Literal["contrastive", "match", "caption"] = "contrastive"
@@ -92,6 +97,7 @@ class Config(PairOptions, engine.TrainOptions):
         object.__setattr__(self, "model", self.model or MODELS[self.task])
         engine.TrainOptions.__post_init__(self)
         PairOptions.__post_init__(self)
+        PenaltyOptions.__post_init__(self)
         for name, least in (("rerank", 1), ("beams", 1)):
             integer(name, getattr(self, name), least)
         if not 0 <= self.label_smoothing < 1:
@@ -161,18 +167,34 @@ def main(config: Config) -> None:
             model.clamp_scale_()
         return saver(model, step) if saver else None
 
+    def save_model(model: Any, folder: Path) -> None:
+        zoo.save_pretrained(model, folder)
+        if config.report and not run.stopping():
+            with attempted("samples"), run.accelerator.autocast():
+                write_samples(
+                    run.folder / "samples",
+                    model,
+                    task,
+                    batch_size=2 * config.batch_size,
+                    rerank=config.rerank,
+                    similarity=config.rerank_similarity,
+                    beams=config.beams,
+                )
+
+    step_fns = {"contrastive": contrastive, "match": match, "caption": caption}
     kind = getattr(model, "loss", "")
     run.notes["pairs"] = data.report
-    with closing_look(saver):
+    with reported(run), closing_look(saver):
         engine.fit(
             run,
             model,
-            {"contrastive": contrastive, "match": match, "caption": caption}[config.task],
+            config.penalized(step_fns[config.task]),
             task.train,
             evaluate_fn,
             prepare_fn=task.prepare,
             after_update=after_update,
             best=best_metric(config.task, len(data.val)),
+            save_model=save_model,
         )
 
 

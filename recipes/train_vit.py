@@ -13,6 +13,7 @@ deviation 0.53, range 97.5 to 99.2) after 60 s on one thread of an Intel Xeon, t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch.nn.functional as F
@@ -20,17 +21,20 @@ import tyro
 from torch import Tensor, nn
 
 import vision
+import zoo
 from vision.classify import Classification, ImageOptions, create_classifier
 from vision.evaluate import metrics
 from vision.fixed_images import fixed_images
+from vision.samples import write_samples
 from vision.training_watch import closing_look, watch_training
 from zoo import engine
 from zoo.freezing import freeze_by_rule
-from zoo.penalties import attention_penalty
+from zoo.pages import attempted, reported
+from zoo.penalties import PenaltyOptions
 
 
 @dataclass(frozen=True)
-class Config(ImageOptions, engine.TrainOptions):
+class Config(PenaltyOptions, ImageOptions, engine.TrainOptions):
     """Trains a Vision Transformer and writes a run folder."""
 
     epochs: int = 100
@@ -53,15 +57,9 @@ class Config(ImageOptions, engine.TrainOptions):
     """Normalise queries and keys by head (arXiv 2302.05442); the model's own by default."""
     attn_drop: float | None = None
     """Dropout of attention weights; the model's own by default."""
-    head_penalty: float = 0.0
-    """Weight in the loss of how alike the heads of a layer are."""
-    entropy_bonus: float = 0.0
-    """Weight of attention's evenness, which is taken from the loss: against one-hot rows."""
 
     def __post_init__(self) -> None:
-        for name in ("head_penalty", "entropy_bonus"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} ({getattr(self, name)}) must be at least 0")
+        PenaltyOptions.__post_init__(self)
         engine.TrainOptions.__post_init__(self)
         ImageOptions.__post_init__(self)
         if self.compile and ":" in self.temperature:
@@ -109,21 +107,26 @@ def main(config: Config) -> None:
         logits = model(batch["images"])
         return F.cross_entropy(logits, batch["targets"], label_smoothing=config.label_smoothing)
 
-    def penalized(model: nn.Module, batch: dict[str, Any]) -> Tensor:
-        heads, entropy = config.head_penalty, config.entropy_bonus
-        with attention_penalty(model, heads=heads, entropy=entropy) as penalty:
-            return step_fn(model, batch) + penalty()
-
     def evaluate_fn(model: nn.Module) -> dict[str, float] | None:
         sums = engine.evaluate(run.accelerator, model, val_loader, task.count, run.stopping)
         return None if sums is None else metrics(sums)
 
+    def save_model(model: nn.Module, folder: Path) -> None:
+        zoo.save_pretrained(model, folder)
+        if config.report and not run.stopping():
+            with attempted("samples"), run.accelerator.autocast():
+                size, workers = 2 * config.batch_size, config.workers
+                names = data.class_names
+                write_samples(
+                    run.folder / "samples", model, task.val, names, batch_size=size, workers=workers
+                )
+
     run.notes["images"] = data.report
-    with closing_look(watch):
+    with reported(run), closing_look(watch):
         engine.fit(
             run,
             model,
-            penalized if config.head_penalty or config.entropy_bonus else step_fn,
+            config.penalized(step_fn),
             task.train,
             evaluate_fn,
             prepare_fn=task.prepare,
@@ -131,6 +134,7 @@ def main(config: Config) -> None:
             after_update=watch,
             lead=mix.active,
             head_lr=config.head_lr,
+            save_model=save_model,
         )
 
 

@@ -8,14 +8,44 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from zoo.diagnostics.capture import NothingCapturedError, choose_attention
 from zoo.layers.check import positive
+
+StepFn = Callable[[nn.Module, Any], Tensor]
+
+
+@dataclass(frozen=True)
+class PenaltyOptions:
+    """Flags of recipes: terms to add to their loss."""
+
+    head_penalty: float = 0.0
+    """Weight in the loss of how alike the heads of a layer are."""
+    entropy_bonus: float = 0.0
+    """Weight of attention's evenness, which is taken from the loss: against one-hot rows."""
+
+    def __post_init__(self) -> None:
+        for name in ("head_penalty", "entropy_bonus"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} ({getattr(self, name)}) must be at least 0, and finite")
+
+    def penalized(self, step_fn: StepFn) -> StepFn:
+        """`(model, batch) -> loss` with these terms; the function itself where there are none."""
+        if not self.head_penalty and not self.entropy_bonus:
+            return step_fn
+
+        def penalized(model: nn.Module, batch: Any) -> Tensor:
+            heads, entropy = self.head_penalty, self.entropy_bonus
+            with attention_penalty(model, heads=heads, entropy=entropy) as penalty:
+                return step_fn(model, batch) + penalty()
+
+        return penalized
 
 
 class Penalty:

@@ -43,7 +43,8 @@ for name in ("--out", "--resume", "--fail", "--data"):
 for name in ("--seed", "--steps", "--size"):
     parser.add_argument(name, type=int, nargs="+" if name == "--size" else None, default=2)
 parser.add_argument("--effect", type=float, default=0.0)
-parser.add_argument("--ema", action=argparse.BooleanOptionalAction)
+for name in ("--ema", "--report"):
+    parser.add_argument(name, action=argparse.BooleanOptionalAction)
 args = parser.parse_args()
 out = pathlib.Path(args.out)
 out.mkdir(parents=True, exist_ok=True)

@@ -236,7 +236,7 @@ def _start(plan: Plan, cell: Cell, threads: int) -> subprocess.Popen[bytes]:
 def cell_command(plan: Plan, cell: Cell) -> list[str]:
     """The words that train a cell; given again, they continue it."""
     flags = flag_words({**plan.flags, **cell.variant.flags})
-    own = ["--out", str(cell.folder), "--resume", "auto", "--seed", str(cell.seed)]
+    own = ["--out", str(cell.folder), "--resume", "auto", "--seed", str(cell.seed), "--no-report"]
     return [sys.executable, str(plan.recipe), *flags, *own]
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 # What may differ between a run and its resumption without changing the result.
 FREE_ON_RESUME = (
     *("out", "resume", "workers", "tracker", "log_every", "keep", "checkpoint_every"),
-    *("save_attention_every", "stop_on_alarm"),
+    *("save_attention_every", "stop_on_alarm", "report"),
 )
 
 
@@ -76,6 +76,8 @@ class TrainOptions:
     metrics.jsonl, warnings in alarms.jsonl; 0 never looks."""
     stop_on_alarm: bool = False
     """Stop and save at the first of those warnings, with exit code 3; --resume goes on."""
+    report: bool = True
+    """At the end, write samples/ of what the model says and report.html."""
 
     def __post_init__(self) -> None:
         at_least = {

@@ -102,6 +102,7 @@ class Run:
         record = {
             "recipe": self.recipe,
             "options": self.options.to_json(),
+            "defaults": type(self.options)().to_json(),
             "processes": self.accelerator.num_processes,
             "command": sys.argv,
             **environment(self.accelerator),

@@ -36,7 +36,7 @@ ALARM = dict.fromkeys(
 def reported(run: Run) -> Iterator[None]:
     """Writes the report of a run when its training ends: done, stopped, or not finite.
 
-    On the main process; what goes wrong with the report is a warning.
+    On the main process, unless its options say no; what goes wrong with the report is a warning.
     """
     try:
         yield
@@ -47,7 +47,7 @@ def reported(run: Run) -> Iterator[None]:
 
 
 def _report(run: Run) -> None:
-    if run.accelerator.is_main_process:
+    if run.options.report and run.accelerator.is_main_process:
         with attempted("the report"):
             run.accelerator.print(f"report: {write_run_report(run.folder)}")
 

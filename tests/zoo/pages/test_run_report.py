@@ -230,9 +230,11 @@ def test_no_run_folder_is_an_error(tmp_path: Path) -> None:
         write_run_report(tmp_path)
 
 
-def fake_run(folder: Path, main: bool = True) -> Any:
+def fake_run(folder: Path, main: bool = True, report: bool = True) -> Any:
     return SimpleNamespace(
-        folder=folder, accelerator=SimpleNamespace(is_main_process=main, print=print)
+        folder=folder,
+        accelerator=SimpleNamespace(is_main_process=main, print=print),
+        options=SimpleNamespace(report=report),
     )
 
 
@@ -256,6 +258,8 @@ def test_every_end_of_a_training_is_reported(tmp_path: Path, error: BaseExceptio
 def test_other_processes_and_mistakes_before_training_write_nothing(tmp_path: Path) -> None:
     write(tmp_path, "config.json", config())
     with reported(fake_run(tmp_path, main=False)):
+        pass
+    with reported(fake_run(tmp_path, report=False)):
         pass
     with pytest.raises(ValueError, match="batch"), reported(fake_run(tmp_path)):
         raise ValueError("batch")
