@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from zoo.diagnostics.plotting import COLOURS, blend, enlarged, figure_class
+from zoo.diagnostics.plotting import WeightScale, enlarged, figure_class
 
 if TYPE_CHECKING:
     from crossmodal.looks import Look
@@ -42,7 +42,7 @@ def draw(look: Look, path: Path, *, smooth: bool = True, one_scale: bool = False
     panels = figure.subplots(sum(lines), columns, squeeze=False)
     for axes in panels.flat:
         axes.set_axis_off()
-    top = float(look.maps.max()) if one_scale and look.maps.numel() else None
+    top = WeightScale.top_of(look.maps) if one_scale and look.maps.numel() else None
     for row, count in enumerate(lines):
         start = sum(lines[:row])
         _row(figure, panels[start : start + count], look, row, smooth, top)
@@ -51,23 +51,16 @@ def draw(look: Look, path: Path, *, smooth: bool = True, one_scale: bool = False
 
 def _row(figure: Any, panels: Any, look: Look, row: int, smooth: bool, top: float | None) -> None:
     """One pair in its lines of panels (lines columns)."""
-    from matplotlib.cm import ScalarMappable
-    from matplotlib.colors import Normalize
-
     image, words = look.pixels[row], look.words[row]
     maps = look.maps[row, : len(words)]
     _image(panels[0, 0], image, look.captions[row], look.remarks[row])
     if not words:
         return
-    highest = float(maps.max()) if top is None else top
-    # Unnormalised kinds of attention have weights below 0; a caption may get no weight at all.
-    scale = ScalarMappable(Normalize(min(0.0, float(maps.min())), highest or 1.0), COLOURS)
+    scale = WeightScale(maps, top)
     for axes, word, weights in zip(panels[:, 1:].flat, words, maps, strict=False):
-        axes.imshow(blend(image, weights, scale, smooth))
+        axes.imshow(scale.over(image, weights, smooth))
         axes.set_title(_cut(word, 16), fontsize=9, parse_math=False)
-    bar = figure.colorbar(scale, ax=panels.ravel().tolist(), fraction=0.05, aspect=12)
-    bar.ax.tick_params(labelsize=7)
-    bar.set_label(f"weight (even: {1 / maps[0].numel():.2g})", fontsize=7)
+    scale.add_to(figure, panels.ravel().tolist(), "", fraction=0.05, aspect=12)
 
 
 def _image(axes: Any, image: Tensor, caption: str, remark: str) -> None:

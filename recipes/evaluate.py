@@ -2,12 +2,13 @@
 
 Command:
     accelerate launch recipes/evaluate.py --model runs/NAME
+    accelerate launch recipes/evaluate.py --model runs/NAME --checkpoint best
     accelerate launch recipes/evaluate.py --model local-dir:FOLDER --data folder:PATH --out r.json
     accelerate launch recipes/evaluate.py --model timm:resnet50 --data folder:IMAGENET
     accelerate launch recipes/evaluate.py --model timm:resnet50 --pretrained file:weights.pth \\
         --class-names imagenet-1k --data folder:PATH
 
-The first evaluates a run on its own data. Every image counts once, on any number of processes.
+The first two evaluate a run on its own data. Every image counts once, on any number of processes.
 Classes are found by name: where data given by --data has some of those that the model knows, only
 the outputs of these compete, and this is said.
 """
@@ -23,7 +24,13 @@ import tyro
 from torch import Tensor, nn
 
 import vision
-from vision.class_names import Matched, data_classes, match_classes, read_class_names
+from vision.class_names import (
+    Matched,
+    check_known,
+    data_classes,
+    match_classes,
+    read_class_names,
+)
 from vision.data import ImageDataset
 from vision.evaluate import class_rows, count, interval, metrics
 from vision.predict import check_classifier, logits_of
@@ -42,9 +49,11 @@ class Config:
     pretrained: str | None = None
     """Other weights for a model that is named: file:, timm:, hf-hub:, ..., see
     zoo.load_pretrained."""
+    checkpoint: str = "last"
+    """Of a run folder: last, best, a step, or a file of its checkpoints/."""
     class_names: str | None = None
-    """Names of the model's outputs, where its weights bring none: a text file, one a line, or
-    imagenet-1k."""
+    """Names of the model's outputs, where its weights bring none: a text file, one a line, or a
+    set of ImageNet: imagenet-1k, -12k, -21k-goog, -21k-miil, -22k or -22k-ms."""
     data: str | None = None
     """digits, emoji or folder:PATH; by default the data of the run."""
     batch_size: int = 128
@@ -60,7 +69,7 @@ class Config:
 def main(config: Config) -> dict[str, Any]:
     from accelerate import Accelerator
 
-    found = find_trained(config.model, config.pretrained)
+    found = find_trained(config.model, config.pretrained, config.checkpoint)
     spec = config.data or found.flags.get("data")
     if spec is None:
         raise ValueError(f"--data is needed with --model {config.model}")
@@ -90,6 +99,7 @@ def main(config: Config) -> dict[str, Any]:
     report = {
         "model": found.name,
         "pretrained": model.card.source,
+        "checkpoint": None if found.checkpoint is None else str(found.checkpoint),
         "data": spec,
         "metrics": metrics(sums),
         "val/top1_interval": interval(int(sums["top1"]), int(sums["n"])),
@@ -110,6 +120,8 @@ def load(
 ) -> ImageDataset:
     """The validation images: of the data's classes where the model knows these, or of its own."""
     wanted = there if matched else model.card.class_names
+    if config.data and not matched and wanted:
+        check_known(wanted, spec, config.model)
     data = vision.load_dataset(
         spec, bad_images=config.bad_images, class_names=wanted, splits=("val",)
     )

@@ -3,6 +3,7 @@
 Command:
     accelerate launch recipes/evaluate_crossmodal.py --model runs/NAME
     accelerate launch recipes/evaluate_crossmodal.py --model runs/NAME --compare runs/OTHER
+    accelerate launch recipes/evaluate_crossmodal.py --model runs/NAME --checkpoint best
     accelerate launch recipes/evaluate_crossmodal.py --model runs/NAME --zero-shot folder:PATH
     accelerate launch recipes/evaluate_crossmodal.py --model local-dir:FOLDER --data pairs:FILE \\
         --val-share 1 --out report.json
@@ -52,13 +53,14 @@ from crossmodal.zeroshot import TEMPLATES, zero_shot_classifier, zero_shot_count
 from vision.evaluate import class_rows, interval, metrics
 from zoo import engine
 from zoo.engine.tracking import write_json
-from zoo.run_folder import find_trained
+from zoo.run_folder import LAST, find_trained
 
 SAMPLES = 10
 WAYS = {"i2t": "image to text", "t2i": "text to image"}  # the one finds the other
 
 Ranks = dict[str, dict[str, Tensor]]  # by stage and way
 Report = dict[str, Any]
+Tell = Callable[[str], object]
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,8 @@ class Config:
     model: str
     """A run folder, local-dir:FOLDER as zoo.save_pretrained writes it, hf-hub:OWNER/REPO, or the
     name of a model that has weights."""
+    checkpoint: str = "last"
+    """Of a run folder: last, best, a step, or a file of its checkpoints/."""
     data: str | None = None
     """emoji, pairs:FILE, wds:PATTERN, hf:NAME, strips:N or needle:N; by default the run's data, as
     the run read it."""
@@ -86,6 +90,8 @@ class Config:
     """Pairs that cannot be used: stop and name them, or skip and count them."""
     compare: str | None = None
     """Another model, as --model: the difference in recall on the same queries."""
+    compare_checkpoint: str = "last"
+    """Of that run folder, as --checkpoint."""
     rerank: int | None = None
     """Of a matcher: candidates that it puts into order; by default as in its run, or 16."""
     rerank_similarity: bool | None = None
@@ -109,9 +115,9 @@ def main(config: Config) -> Report:
     from accelerate import Accelerator
 
     accelerator = Accelerator()
-    model, flags = load(config.model)
+    model, flags = load(config.model, config.checkpoint, accelerator.print)
     check(config, model)
-    rival = load_rival(config.compare) if config.compare else None
+    rival = load_rival(config, accelerator.print) if config.compare else None
     options = pair_options(config, flags)
     data = options.load()
     pairs = part_of(data, config.part)
@@ -123,7 +129,8 @@ def main(config: Config) -> Report:
         return Job(config, flags, accelerator, model.to(accelerator.device), task, pairs)
 
     own = job(model, flags)
-    report: Report = {"model": config.model, "data": options.data, "part": config.part}
+    report: Report = {"model": named(config.model, config.checkpoint)}
+    report |= {"data": options.data, "part": config.part}
     report |= {"images": len(pairs), "captions": len(pairs.texts()[0]), "pairs": data.report}
     if isinstance(model, Captioner):
         report |= captioning(own, languages=options.languages)
@@ -132,7 +139,8 @@ def main(config: Config) -> Report:
         report |= retrieval(ranks, pairs, config.part)
         if config.compare and rival:
             other = all_ranks(job(*rival))
-            report |= comparison(config.compare, ranks, other, pairs, config.part)
+            name = named(config.compare, config.compare_checkpoint)
+            report |= comparison(name, ranks, other, pairs, config.part)
         if config.zero_shot:
             report["zero_shot"] = zero_shot(own, config.zero_shot)
     if accelerator.is_main_process:
@@ -169,23 +177,30 @@ class Job:
         return found
 
 
-def load(name: str) -> tuple[Any, dict[str, Any]]:
+def load(name: str, checkpoint: str, tell: Tell) -> tuple[Any, dict[str, Any]]:
     """A model and the flags of its training; none where it does not come from a run folder."""
-    found = find_trained(name)
-    return found.create(), found.flags
+    found = find_trained(name, checkpoint=checkpoint)
+    return found.create(tell), found.flags
 
 
-def load_rival(name: str) -> tuple[Any, dict[str, Any]]:
-    model, flags = load(name)
+def load_rival(config: Config, tell: Tell) -> tuple[Any, dict[str, Any]]:
+    model, flags = load(str(config.compare), config.compare_checkpoint, tell)
     if not isinstance(model, DualEncoder):
         raise ValueError(
-            f"--compare {name} is a {type(model).__name__}, and must be a DualEncoder or a Matcher"
+            f"--compare {config.compare} is a {type(model).__name__}, and must be a DualEncoder or "
+            "a Matcher"
         )
     return model, flags
 
 
+def named(model: str, checkpoint: str) -> str:
+    return model if checkpoint == LAST else f"{model} ({checkpoint})"
+
+
 def check(config: Config, model: Any) -> None:
     """Refuses a model that is none of pairs, and flags that are for another."""
+    if config.compare_checkpoint != LAST and not config.compare:
+        raise ValueError(f"--compare-checkpoint {config.compare_checkpoint} needs --compare RUN")
     if not isinstance(model, (DualEncoder, Captioner)):
         raise ValueError(
             f"--model {config.model} is a {type(model).__name__}, and must be a DualEncoder, a "

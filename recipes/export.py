@@ -2,6 +2,7 @@
 
 Command:
     python recipes/export.py --model runs/NAME --out model.onnx
+    python recipes/export.py --model runs/NAME --checkpoint best --out best.onnx
     python recipes/export.py --model local-dir:FOLDER --out model.pt2
     python recipes/export.py --model timm:resnet50 --out resnet50.onnx
 
@@ -23,7 +24,7 @@ import tyro
 from torch import Tensor, nn
 
 from zoo.export import ExportReport, export_onnx, export_program
-from zoo.exported import ONNX, PROGRAM, open_export
+from zoo.exported import ONNX, PROGRAM, open_export, require
 from zoo.run_folder import find_trained
 
 
@@ -39,6 +40,8 @@ class Config:
     pretrained: str | None = None
     """Other weights for a model that is named: file:, timm:, hf-hub:, ..., see
     zoo.load_pretrained."""
+    checkpoint: str = "last"
+    """Of a run folder: last, best, a step, or a file of its checkpoints/."""
     opset: int | None = None
     """Version of ONNX's operators; by default the one that torch recommends."""
     static_batch: bool = False
@@ -51,7 +54,9 @@ def main(config: Config) -> ExportReport:
         raise ValueError(f"--out {config.out} must end with {ONNX} or {PROGRAM}")
     if kind == PROGRAM and config.opset is not None:
         raise ValueError(f"--opset {config.opset} is for {ONNX} only, not for --out {config.out}")
-    model = find_trained(config.model, config.pretrained).create().eval()
+    if kind == ONNX:
+        require("onnx", "onnxscript", "onnxruntime")  # before a model is made for nothing
+    model = find_trained(config.model, config.pretrained, config.checkpoint).create().eval()
     dynamic: Any = {"dynamic_batch": not config.static_batch}
     if kind == ONNX:
         report = export_onnx(model, config.out, opset=config.opset, **dynamic)

@@ -4,6 +4,7 @@ Command:
     python recipes/inspect_attention.py --model timm:vit_tiny_patch16_224 --images a.jpg b.png
     python recipes/inspect_attention.py --model runs/NAME
     python recipes/inspect_attention.py --model runs/A --compare runs/B --images 'photos/*.jpg'
+    python recipes/inspect_attention.py --model runs/A --compare runs/A --compare-checkpoint best
     python recipes/inspect_attention.py --model vit_small_patch14_dinov2 \\
         --pretrained file:dino.onnx --images photos/ --layers 'blocks.[89].*' 'blocks.1?.*'
     python recipes/inspect_attention.py --model runs/NAME --captions "red heart" --indices 3 17
@@ -17,14 +18,15 @@ where it looks or is looked at from; numbers of heads, rollout, gates of CNNs, a
 The last three are for models of `train_crossmodal.py --task match` and `caption`, where words look
 at the image; these get attention.png as well.
 
-Expected: explorer.html in the folder, below 10 MB, within a minute; for captions attention.png and
-attention.safetensors too.
+Expected: explorer.html in --out, by default inspect/ of the run or else attention/, below 10 MB,
+within a minute; for captions attention.png and attention.safetensors too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -44,8 +46,11 @@ from vision.data import Split, load_dataset, make_source
 from vision.explorer import explore
 from vision.explorer_panel import classified, facts_of, of_run, panel_of
 from vision.predict import find_images, readable
+from zoo.diagnostics.plotting import figure_class
 from zoo.pages.explorer import MOST_BYTES, Image, Panel, as_html
-from zoo.run_folder import TrainedModel, find_trained
+from zoo.run_folder import LAST, TrainedModel, find_trained
+
+UNREAD = "a"  # stands for the caption of an image about which a captioner writes
 
 
 @dataclass(frozen=True)
@@ -58,17 +63,21 @@ class Config:
     pretrained: str | None = None
     """Other weights for a model that is named: file:, timm:, hf-hub:, ..., see
     zoo.load_pretrained."""
+    checkpoint: str = "last"
+    """Of a run folder: last, best, a step, or a file of its checkpoints/."""
     images: tuple[str, ...] = ()
     """Files, folders, wildcards."""
     compare: str | None = None
     """A second model or run, shown beside the first, on the same images."""
     compare_pretrained: str | None = None
     """Other weights for that one, as --pretrained."""
+    compare_checkpoint: str = "last"
+    """Of that run folder, as --checkpoint."""
     layers: tuple[str, ...] = ("*",)
     """Names of attention modules to explore, with wildcards."""
     class_names: str | None = None
-    """Names of the model's outputs, where its weights bring none: a text file, one a line, or
-    imagenet-1k."""
+    """Names of the model's outputs, where its weights bring none: a text file, one a line, or a
+    set of ImageNet: imagenet-1k, -12k, -21k-goog, -21k-miil, -22k or -22k-ms."""
     bad_images: Literal["stop", "skip"] = "stop"
     """Unreadable files: stop and name them, or skip and tell them."""
     max_mb: float = MOST_BYTES / 1e6
@@ -94,14 +103,29 @@ class Config:
     """For attention.png: one of the heads; their mean by default."""
     smooth: bool = True
     """For attention.png: interpolate between the centres of cells; else cells are squares."""
-    out: str = "attention"
-    """Folder for what is written; earlier files are replaced."""
+    out: str | None = None
+    """Folder for what is written, where earlier files are replaced: by default inspect/ of the run
+    folder, else attention/."""
+
+
+def check_libraries() -> None:
+    """Refuses to look without what draws, before anything is computed."""
+    figure_class("explorer.html")
+    if find_spec("jinja2") is None:
+        raise ImportError("explorer.html needs jinja2: pip install 'attention-zoo[plots]'")
 
 
 def main(config: Config) -> Look | Path:
-    sources = [find_trained(config.model, config.pretrained)]
+    sources = [find_trained(config.model, config.pretrained, config.checkpoint)]
     if config.compare is not None:
-        sources.append(find_trained(config.compare, config.compare_pretrained))
+        given = config.compare, config.compare_pretrained, config.compare_checkpoint
+        sources.append(find_trained(*given))
+    elif config.compare_checkpoint != LAST:
+        raise ValueError(f"--compare-checkpoint {config.compare_checkpoint} needs --compare RUN")
+    check_libraries()
+    if config.out is None:
+        folder = sources[0].folder
+        config = replace(config, out=str(folder / "inspect") if folder else "attention")
     models: list[Any] = [source.create() for source in sources]
     kinds = {isinstance(model, Composite) for model in models}
     if len(kinds) > 1:
@@ -182,7 +206,10 @@ def names_of(config: Config) -> list[str]:
         folder.resolve().name if folder.is_dir() else name
         for folder, name in zip(folders, given, strict=True)
     ]
-    return names if len({*names}) == len(names) else given
+    checkpoints = [config.checkpoint, config.compare_checkpoint]
+    told = [f" ({Path(name).stem})" if name != LAST else "" for name in checkpoints]
+    short, long = ([a + b for a, b in zip(x, told, strict=False)] for x in (names, given))
+    return short if len({*short}) == len(short) else long
 
 
 def write(config: Config, panels: list[Panel]) -> Path:
@@ -193,7 +220,7 @@ def write(config: Config, panels: list[Panel]) -> Path:
         for panel, folder in zip(panels, given, strict=False)
     ]
     page = as_html(panels, max_bytes=int(config.max_mb * 1e6))
-    file = Path(config.out) / "explorer.html"
+    file = Path(str(config.out)) / "explorer.html"
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(page, encoding="utf-8")
     print(f"wrote {file} ({file.stat().st_size / 1e6:.1f} MB)")
@@ -211,6 +238,7 @@ def inspect_words(config: Config, sources: list[TrainedModel], models: list[Any]
         batch = fixed_pairs(model, pairs, indices, captions)
         written = config.written
         look = look_at(model, batch, layer=config.layer, head=config.head, written=written)
+        look = replace(look, captions=titles(pairs, indices, captions))
         explored = explore_words(model, batch, written=written, name=name)
         told = zip(indices, look.captions, look.remarks, look.pixels, strict=True)
         images = [
@@ -220,7 +248,7 @@ def inspect_words(config: Config, sources: list[TrainedModel], models: list[Any]
         facts = facts_of(model, str(source.pretrained or source.name), explored)
         looks.append(look)
         panels.append(panel_of(explored, images, facts))
-    out, look = Path(config.out), looks[0]
+    out, look = Path(str(config.out)), looks[0]
     out.mkdir(parents=True, exist_ok=True)
     look.save(out / "attention.safetensors")
     draw(look, out / "attention.png", smooth=config.smooth)
@@ -229,6 +257,14 @@ def inspect_words(config: Config, sources: list[TrainedModel], models: list[Any]
     print(f"wrote {out / 'attention.png'} and attention.safetensors")
     write(config, panels)
     return look
+
+
+def titles(pairs: Pairs, indices: Sequence[int], captions: Sequence[str]) -> list[str]:
+    """The captions as they were given: a vocabulary may know but a part of them."""
+    if tuple(captions) == (UNREAD,):
+        return [Path(pairs.images.paths[index]).name for index in indices]
+    given = [pairs.captions[index][0] for index in indices]
+    return list(captions) * (len(given) // len(captions)) if captions else given
 
 
 def pairs_of(
@@ -247,7 +283,7 @@ def own_images(config: Config, model: Any) -> tuple[str, Pairs, Sequence[int], t
     """Images of one's own, with --captions, or for a captioner with what it writes."""
     captions = config.captions
     if not captions and isinstance(model, Captioner) and config.written:
-        captions = ("a",)  # which nobody reads
+        captions = (UNREAD,)
     if not captions:
         raise ValueError(
             f"--images needs --captions with --model {config.model}: one for each image, or one "

@@ -3,6 +3,7 @@
 Command:
     python recipes/predict.py IMAGE... --model SOURCE
     python recipes/predict.py photos/ 'more/*.jpg' --model runs/NAME --out predictions.csv
+    python recipes/predict.py photos/ --model runs/NAME --checkpoint best
     python recipes/predict.py cat.jpg --model timm:tf_efficientnet_lite0 \\
         --pretrained file:weights.pth --class-names imagenet-1k
     accelerate launch --mixed_precision bf16 recipes/predict.py photos/ --model timm:resnet50
@@ -11,7 +12,7 @@ Command:
 An IMAGE is a file, a folder (its own images, not those of folders in it) or a wildcard. They are
 decoded, resized and cropped as the model's card says; the file of numbers has a row an image.
 
-Expected: a table within seconds; the third names "Egyptian cat", "tabby" or "tiger cat" for a cat.
+Expected: a table within seconds; the fourth names "Egyptian cat", "tabby" or "tiger cat" for a cat.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ from vision.predict import (
     top_classes,
 )
 from zoo import engine
+from zoo.diagnostics.plotting import figure_class
 from zoo.engine.tracking import write_json
+from zoo.imagenet import SUBSETS
 from zoo.run_folder import find_trained
 
 SHOWN = 50  # images in the printed table
@@ -56,17 +59,21 @@ class Config:
     pretrained: str | None = None
     """Other weights for a model that is named: file:, timm:, hf-hub:, ..., see
     zoo.load_pretrained."""
+    checkpoint: str = "last"
+    """Of a run folder: last, best, a step, or a file of its checkpoints/."""
     class_names: str | None = None
-    """Names of the model's outputs, where its weights bring none: a text file, one a line, or
-    imagenet-1k."""
+    """Names of the model's outputs, where its weights bring none: a text file, one a line, or a
+    set of ImageNet: imagenet-1k, -12k, -21k-goog, -21k-miil, -22k or -22k-ms."""
     top_k: int = 5
     """Classes an image; all where the model has fewer."""
     out: str | None = None
     """A file for the predictions: .csv or .json."""
     overlay: str | None = None
-    """A folder for a picture of each image under the attention of a Vision Transformer."""
+    """A folder for a picture of each image under the attention of a Vision Transformer: ours,
+    timm's, torchvision's, open_clip's."""
     layer: int | None = None
-    """Of its blocks, from 0, or from the end below 0; by default what the classifier reads from."""
+    """Of its layers with attention, from 0, or from the end below 0; by default what the classifier
+    reads from."""
     batch_size: int = 32
     """Images per process and forward pass."""
     workers: int = 0
@@ -81,7 +88,9 @@ def main(config: Config) -> list[Prediction]:
     check(config)
     accelerator = Accelerator()
     paths = readable(find_images(config.images), config.bad_images)
-    model: Any = find_trained(config.model, config.pretrained).create(accelerator.print)
+    model: Any = find_trained(config.model, config.pretrained, config.checkpoint).create(
+        accelerator.print
+    )
     model.to(accelerator.device)
     check_classifier(model)
     if config.class_names:
@@ -98,6 +107,8 @@ def main(config: Config) -> list[Prediction]:
     predictions = named(paths, rows, model.card.class_names)
     if accelerator.is_main_process:
         show(predictions)
+        if model.card.class_names is None:
+            print(f"these weights bring no names of classes: {hint(model.num_classes)}")
         if config.out:
             write(predictions, Path(config.out))
     if config.overlay:
@@ -113,6 +124,8 @@ def check(config: Config) -> None:
         raise ValueError(f"--out {config.out} must end in .csv or .json")
     if config.layer is not None and not config.overlay:
         raise ValueError(f"--layer {config.layer} is for pictures: give --overlay FOLDER as well")
+    if config.overlay:
+        figure_class(f"--overlay {config.overlay}")
 
 
 def overlays(
@@ -135,6 +148,12 @@ def overlays(
         name, probability = predictions[place].classes[0]
         title = f"{predictions[place].path.name}: {name} {100 * probability:.1f} %"
         draw_overlay(folder / names[place], pixels[0], weights, title, layer)
+
+
+def hint(classes: int) -> str:
+    """How numbered classes get names."""
+    sets = [name for name, count in SUBSETS.items() if count == classes]
+    return f"give them by --class-names {' or '.join([*sets, 'FILE'])}"
 
 
 def write(predictions: Sequence[Prediction], file: Path) -> None:

@@ -5,6 +5,7 @@ Shapes: b batch, c y x channels, rows and columns.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
@@ -16,14 +17,16 @@ from torch.nn import functional as F
 
 import zoo
 from vision.augment import Augment
-from vision.data import ImageDataset, make_source
+from vision.data import ImageDataset, make_source, typical_size
 from vision.evaluate import count
 from zoo.freezing import check_rule
-from zoo.layers.check import positive
+from zoo.layers.check import finite_fields, positive
 from zoo.merge import head_keys
 from zoo.preprocess import normalize
 from zoo.registry import FOLDERS
 from zoo.weights import apply_source, read_source
+
+SMALL, SHRUNK = 64, 3  # a model's pixels a side, and how many times these an image may have
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,7 @@ class ImageOptions:
     """Peak learning rate of the classifier, which follows the same curve; --lr by default."""
 
     def __post_init__(self) -> None:
+        finite_fields(self)
         check_rule(self.freeze)
         if self.head_lr is not None:
             positive("head_lr", self.head_lr)
@@ -118,6 +122,33 @@ class Mix(Protocol):
     ) -> tuple[Tensor, Tensor]: ...
 
 
+def _warn_of_shrinking(model: Any, data: ImageDataset) -> None:
+    """Says, on the main process, that a model made for tiny images gets much larger ones.
+
+    Models for `SMALL` pixels and more are made for photos, whatever these measure.
+    """
+    rows, cols = model.card.preprocessing.size
+    there = typical_size(data.train)
+    small = max(rows, cols) < SMALL and min(there) >= SHRUNK * max(rows, cols)
+    first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+    if small and first:
+        name, here = str(model.card.architecture), f"{rows}x{cols}"
+        larger = "vit_micro_patch4_32, vit_tiny_patch16_224" if "vit" in name else "resnet18"
+        print(
+            f"WARNING: images of {there[0]}x{there[1]} pixels ({data.name}) are shrunk to {here}, "
+            f"the input of {name}: little of them is left. Take a --model for larger images "
+            f"({larger}; zoo.list_models()) or an --img-size such as {_larger(there)}, which takes "
+            f"more time and memory; --img-size {rows} {cols} keeps {here} and says no more.",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _larger(size: tuple[int, int]) -> int:
+    """A side that most patch sizes and strides divide, near an image's own, 224 at most."""
+    return min(224, max(32, min(size) // 32 * 32))
+
+
 class Classification:
     """A data set as one model takes it: sources of batches, and what is done to a batch.
 
@@ -136,6 +167,8 @@ class Classification:
         self, model: Any, data: ImageDataset, options: ImageOptions, mix: Mix, seed: int
     ) -> None:
         self.preprocessing, self.mix = model.card.preprocessing, mix
+        if options.img_size is None:
+            _warn_of_shrinking(model, data)
         self.train = make_source(
             data.train, self.preprocessing, train=True, augment=options.augment, seed=seed
         )

@@ -7,6 +7,7 @@ memory and are augmented by batch; others are decoded one by one, in worker proc
 from __future__ import annotations
 
 import difflib
+import math
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -64,6 +65,22 @@ class Split:
         if self.pixels is None:
             return decode(self.paths[index], channels)
         return Image.fromarray(self.pixels[index]).convert(MODES[channels])
+
+
+def typical_size(split: Split, samples: int = 32) -> tuple[int, int]:
+    """Rows and columns of the image of median area, of up to `samples` spread over the split.
+
+    Of files only the headers are read; (0, 0) without images.
+    """
+    if not len(split):
+        return 0, 0
+    if split.pixels is not None:
+        return split.pixels.shape[1], split.pixels.shape[2]
+    sizes = []
+    for index in range(0, len(split), -(-len(split) // samples)):
+        with Image.open(split.paths[index]) as image:
+            sizes.append((image.height, image.width))
+    return sorted(sizes, key=math.prod)[len(sizes) // 2]
 
 
 @dataclass(frozen=True)

@@ -61,10 +61,18 @@ class Doubts:
         if unwanted:
             other = theirs.architecture
             named = f"it holds {other}; " if other and other != card.architecture else ""
+            remedy = "build the model with the same options"
+            if "attention" in theirs.differences(card) and "attention" not in allowed:
+                remedy += (
+                    f", or ask for another kind of attention on purpose, which keeps its own "
+                    f"weights new: zoo.create_model({card.architecture!r}, "
+                    f"attention={card.options.get('attention')!r}, "
+                    f"pretrained={self.source.name!r})"
+                )
             self._object(
                 f"{self.source.name} was saved with other options than {describe(self.model)}: "
                 f"{named}{'; '.join(unwanted)}",
-                "build the model with the same options",
+                remedy,
             )
 
     def compare_settings(self, network: nn.Module | None) -> None:
@@ -156,8 +164,8 @@ def notes_of(model: nn.Module, given: Source, source: Source, merge: Merge) -> I
             + (describe(model) if source.card is None else "its library's usual models")
             + " are assumed"
         )
-    for key, (rows, cols) in merge.grids.items():
-        if key in merge.values and key not in source.position_grids and rows != cols:
+    for key, (rows, cols) in merge.assumed.items():
+        if key in merge.values and len({*merge.grids[key]}) > 1:
             yield f"the source does not tell the grid of {key}: {rows}x{cols} is assumed"
     extra = source.card.extra if source.card else {}
     yield from (f"left out: {what}" for what in extra.get("left_out", ()))

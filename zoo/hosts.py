@@ -79,7 +79,7 @@ def _timm(name: str) -> Host:
         try:
             model = create_model(name, num_classes=num_classes, in_chans=in_chans, **given)
         except TypeError as error:
-            raise TypeError(f"timm:{name}: {error}") from error
+            raise TypeError(_refused_option(name, error)) from error
         if config is not None and isinstance(config.first_conv, str):
             model.first_conv = config.first_conv  # type: ignore[assignment]
         if trunk_grids(model):
@@ -89,6 +89,21 @@ def _timm(name: str) -> Host:
 
     trained = config is not None and bool(config.has_weights)
     return Host(build, preprocessing, f"timm:{name}" if trained else None)
+
+
+def _refused_option(name: str, error: TypeError) -> str:
+    """What a TypeError of timm means; an unknown option is told with those that there are."""
+    from timm import create_model
+
+    unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+    if unknown is None:
+        return f"timm:{name}: {error}"
+    with torch.device("meta"):
+        given = inspect.signature(type(create_model(name)).__init__).parameters
+    valid = [n for n in dict.fromkeys(["img_size", *given]) if n not in ("self", "kwargs")]
+    near = get_close_matches(unknown[1], valid, n=3, cutoff=0.5)
+    nearest = f"nearest: {', '.join(near)}; " if near else ""
+    return f"timm:{name} has no option {unknown[1]!r}; {nearest}valid: {', '.join(valid)}"
 
 
 def trunk_grids(network: Any) -> dict[str, tuple[int, int]]:
@@ -324,6 +339,20 @@ def unknown_name(library: str, name: str, known: list[str]) -> str:
     nearest = f"nearest: {', '.join(folded[one] for one in near)}; " if near else ""
     lists = f"{_LISTS.get(library, library)}.list_models()"
     return f"{library} has no model {name!r}; {nearest}{lists} lists all {len(known)}"
+
+
+def homes_of(name: str) -> list[str]:
+    """`HOST:NAME` for each library that has a model of exactly this name; imports them all."""
+    from importlib.util import find_spec
+
+    tells: dict[str, Callable[[], bool]] = {
+        "timm": lambda: importlib.import_module("timm").is_model(name),
+        "torchvision": lambda: (
+            name in importlib.import_module("torchvision.models").list_models()
+        ),
+        "open_clip": lambda: name in importlib.import_module("open_clip").list_models(),
+    }
+    return [f"{host}:{name}" for host, has in tells.items() if find_spec(host) and has()]
 
 
 @contextmanager

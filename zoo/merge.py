@@ -30,6 +30,7 @@ class Merge:
         values: Key of the model -> the tensor to copy there.
         misfits: Keys that both have and that cannot be taken, and why.
         of_another_kind: Those of `misfits` whose numbers are of another kind, and which.
+        assumed: Keys of positions whose grid the source does not tell -> what it was taken for.
         refused: Keys that only an adaptation that is off could take: which, and what it would do.
     """
 
@@ -46,6 +47,7 @@ class Merge:
         self.tensors = source.tensors
         self.grids, self.lengths = position_grids(model), position_lengths(model)
         self.values: dict[str, Tensor] = {}
+        self.assumed: dict[str, tuple[int, int]] = {}
         self.resized: dict[str, str] = {}
         self.adapted: dict[str, str] = {}
         self.reinitialized: dict[str, str] = {}
@@ -148,6 +150,7 @@ class Merge:
         old_grid = self.source.position_grids.get(key)
         if old_grid is None:
             old_grid = new_grid if value.shape == wanted.shape else self._square(key, value)
+            self.assumed[key] = old_grid
         try:
             resized = self._resampled(key, value, old_grid, new_grid)
         except ValueError:

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from zoo.card import ModelCard
-from zoo.sources import listed
+from zoo.sources import WeightsError, listed
 from zoo.weights import card_of, save_pretrained, unwrap
 
 LIBRARY = "attention-zoo"
@@ -49,25 +49,50 @@ def push_to_hub(
         The address of the commit.
 
     Raises:
-        WeightsError: the model cannot be saved.
+        WeightsError: the model cannot be saved, or the hub cannot be reached or does not take it.
     """
     from huggingface_hub import HfApi
 
     with TemporaryDirectory() as temporary:
         folder = save_pretrained(model, Path(temporary, "model"))
         api = HfApi(token=token, library_name=LIBRARY)
-        repo_id = api.create_repo(repo_id, private=private, exist_ok=exist_ok).repo_id
-        if revision is not None:
-            api.create_branch(repo_id, branch=revision, exist_ok=True)
-        if not api.file_exists(repo_id, "README.md", revision=revision):
-            (folder / "README.md").write_text(model_readme(model, repo_id), encoding="utf-8")
-        commit = api.upload_folder(
-            repo_id=repo_id,
-            folder_path=folder,
-            revision=revision,
-            commit_message=commit_message,
-        )
+        try:
+            repo = api.create_repo(repo_id, private=private, exist_ok=exist_ok).repo_id
+            if revision is not None:
+                api.create_branch(repo, branch=revision, exist_ok=True)
+            if not api.file_exists(repo, "README.md", revision=revision):
+                (folder / "README.md").write_text(model_readme(model, repo), encoding="utf-8")
+            commit = api.upload_folder(
+                repo_id=repo,
+                folder_path=folder,
+                revision=revision,
+                commit_message=commit_message,
+            )
+        except Exception as error:
+            raise WeightsError(
+                f"{repo_id} cannot be pushed: {_reason(error, repo_id)}"
+            ) from error
     return commit.commit_url
+
+
+def _reason(error: Exception, repo_id: str) -> str:
+    from huggingface_hub import constants, errors
+
+    said = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    if isinstance(error, errors.HfHubHTTPError):
+        status = getattr(error.response, "status_code", None)
+        hint = "; `hf auth login` or set HF_TOKEN, with a token that may write there"
+        return said + (hint if status in (401, 403, 404) else "")
+    if isinstance(error, errors.OfflineModeIsEnabled):
+        why = "HF_HUB_OFFLINE is set"
+    elif type(error).__name__.endswith(("ConnectError", "ConnectionError", "Timeout")):
+        why = f"{constants.ENDPOINT} cannot be reached ({said})"
+    else:
+        return said
+    return (
+        f"{why}; zoo.save_pretrained(model, FOLDER) keeps the model, and `hf upload {repo_id} "
+        f"FOLDER` pushes it later"
+    )
 
 
 def model_readme(model: nn.Module, repo_id: str) -> str:

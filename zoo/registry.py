@@ -18,6 +18,7 @@ import functools
 import importlib
 import inspect
 import logging
+import os
 import re
 import threading
 import typing
@@ -25,14 +26,17 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any, TypeVar, cast, overload
 
 from torch import nn
 
 from zoo.card import ModelCard, Preprocessing
-from zoo.hosts import HOSTS, find_host
+from zoo.hosts import HOSTS, find_host, homes_of
+from zoo.layers.check import integer, is_integer
 from zoo.layouts import find_architecture
 from zoo.merge import ADAPTATIONS
+from zoo.sources import CARD_FILE
 from zoo.weights import Source, WeightsError, apply_source, read_source
 
 ENTRY_POINTS = "attention_zoo.models"
@@ -191,7 +195,11 @@ def create_model(
         attention: Attention kind, one of `zoo.layers.list_attention()`.
         position: Position embedding, one of the model's.
         class_names: One name an output; sets `num_classes` where that is not given.
-        part, adapt, antialias: How weights are loaded, see `load_pretrained`.
+        part: Name in the source under which this model stands, where the source is a larger one:
+            "backbone" for the keys backbone.blocks.0... of a detector, "visual" for the image tower
+            of a CLIP. None, the default, takes the source as a whole; names that a wrapper put in
+            front (module., _orig_mod.) need none.
+        adapt, antialias: How weights are loaded, see `load_pretrained`.
         **options: Any other option of the model; a wrong one is refused with the valid ones.
 
     Returns:
@@ -206,6 +214,7 @@ def create_model(
         "attention": attention,
         "position": position,
     }
+    _check_sizes(num_classes, in_chans, img_size)
     options = {**{k: v for k, v in named.items() if v is not None}, **options}
     adapt = (adapt,) if isinstance(adapt, str) else tuple(adapt)
     loading = {"part": part, "adapt": adapt, "antialias": antialias}
@@ -219,6 +228,19 @@ def create_model(
         source = read_source(_own_weights(entry) if pretrained is True else pretrained)
         _load(model, source, options, loading)
     return model
+
+
+def _check_sizes(num_classes: Any, in_chans: Any, img_size: Any) -> None:
+    """Refuses what is no number before a library's code fails at it."""
+    if num_classes is not None:
+        integer("num_classes", num_classes, minimum=0)
+    if in_chans is not None:
+        integer("in_chans", in_chans)
+    sides = img_size if isinstance(img_size, tuple | list) else (img_size,)
+    if img_size is not None and not (len(sides) in (1, 2) and all(map(is_integer, sides))):
+        raise TypeError(
+            f"img_size ({img_size!r}) must be an integer, or two of them (rows, columns)"
+        )
 
 
 def _load(
@@ -306,6 +328,8 @@ def _find(name: str) -> Entry:
     if name in _entries:
         return _entries[name]
     prefix, colon, rest = name.partition(":")
+    if hint := _hint_of_path(name):
+        raise ValueError(f"unknown model {name!r}; {hint}")
     if colon and prefix in HOSTS:
         host = find_host(prefix, rest)
         return Entry(name, host.build, host.preprocessing, host.weights)
@@ -315,10 +339,29 @@ def _find(name: str) -> Entry:
             f"unknown prefix {prefix + ':'!r} in model name {name!r}; known: {known}, or a name of "
             "zoo.list_models() without a prefix"
         )
+    found = homes_of(name)
+    hint = f"did you mean {' or '.join(found)}? " if found else _nearest(name, _entries)
     raise ValueError(
-        f"unknown model {name!r}; {_nearest(name, _entries)}zoo.list_models() lists all "
-        f"{len(_entries)}"
+        f"unknown model {name!r}; {hint}zoo.list_models() lists all {len(_entries)} of the zoo; "
+        f"other libraries' have a prefix: {', '.join(f'{host}:NAME' for host in HOSTS)}"
     )
+
+
+def _hint_of_path(name: str) -> str:
+    """What is meant by a path, or by a source of weights, where a model's name belongs."""
+    path, prefix = Path(name).expanduser(), name.partition(":")[0]
+    if path.is_dir():
+        folder = path / "model" if (path / "model" / CARD_FILE).is_file() else path
+        return f"{name} is a folder: did you mean local-dir:{folder}?"
+    weights = f"file:{name}" if path.is_file() else name
+    if path.is_file() or prefix in ("file", "url"):
+        return (
+            f"{weights} is a source of weights: name the model that they belong to, and give them "
+            f"as pretrained={weights!r} (--model NAME --pretrained {weights})"
+        )
+    if prefix == name and (os.sep in name or name.startswith(".")):
+        return f"there is no folder {path.absolute()}; local-dir:FOLDER takes a saved model"
+    return ""
 
 
 def _nearest(name: str, names: Iterable[str]) -> str:

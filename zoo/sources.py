@@ -81,7 +81,13 @@ def _read_file(path: str) -> Source:
 def _read_local_dir(path: str) -> Source:
     from zoo.folders import read_folder
 
-    return read_folder(Path(path).expanduser(), f"local-dir:{path}")
+    folder = Path(path).expanduser()
+    try:
+        return read_folder(folder, f"local-dir:{path}")
+    except WeightsError as error:
+        if (folder / "model" / CARD_FILE).is_file():
+            raise WeightsError(f"{error}; did you mean local-dir:{folder / 'model'}?") from error
+        raise
 
 
 def _read_hub(name: str) -> Source:

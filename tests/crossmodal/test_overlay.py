@@ -28,7 +28,7 @@ from crossmodal.looks import (
     spread,
 )
 from crossmodal.overlay import attention_layers, token_maps, word_maps, words_of
-from crossmodal.overlay_figure import blend, draw
+from crossmodal.overlay_figure import draw
 from crossmodal.tokenizer import create_tokenizer
 
 CAPTIONS = ["a red heart", "two birds, one extraordinarily unbelievable hat"]

@@ -6,6 +6,7 @@ Import from here; the modules behind load Accelerate only when a run starts.
 from zoo.engine.alarm_log import AlarmLog, watch_options
 from zoo.engine.batches import BatchPlan, Loader, MicroBatch
 from zoo.engine.checkpoint import CheckpointError
+from zoo.engine.command import cli
 from zoo.engine.evaluation import collect, evaluate, evaluation_loader
 from zoo.engine.loop import NonFiniteError, fit
 from zoo.engine.mixing import Mixing
@@ -26,6 +27,7 @@ __all__ = [
     "Run",
     "TrainOptions",
     "adamw",
+    "cli",
     "collect",
     "evaluate",
     "evaluation_loader",

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from zoo.layers.check import finite_fields
+
 # What may differ between a run and its resumption without changing the result.
 FREE_ON_RESUME = (
     *("out", "resume", "workers", "tracker", "log_every", "keep", "checkpoint_every"),
@@ -80,6 +82,7 @@ class TrainOptions:
     """At the end, write samples/ of what the model says and report.html."""
 
     def __post_init__(self) -> None:
+        finite_fields(self)
         at_least = {
             "epochs": 1, "batch_size": 1, "grad_accumulation": 1, "lr": 0.0, "min_lr": 0.0,
             "weight_decay": 0.0, "workers": 0, "log_every": 1,

@@ -6,7 +6,9 @@ Both name the option, its value and what is legal.
 from __future__ import annotations
 
 import math
+from dataclasses import fields
 from numbers import Integral, Real
+from typing import Any
 
 
 def is_integer(value: object) -> bool:
@@ -41,6 +43,15 @@ def fraction(name: str, value: float) -> float:
     if not 0 <= value <= 1:
         raise ValueError(f"{name} ({value}) must lie in [0, 1]")
     return float(value)
+
+
+def finite_fields(options: Any) -> None:
+    """Refuses a dataclass with a field, or an item of one, that is NaN or infinite."""
+    for field in fields(options):
+        value = getattr(options, field.name)
+        items = value if isinstance(value, tuple | list) else (value,)
+        if any(isinstance(item, float) and not math.isfinite(item) for item in items):
+            raise ValueError(f"{field.name} ({value}) must be finite")
 
 
 def flag(name: str, value: bool) -> bool:
