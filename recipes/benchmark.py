@@ -7,9 +7,10 @@ Command:
     python recipes/benchmark.py --suite crossmodal --shape ViT-B-32
     python recipes/benchmark.py --suite loading --model vit_base_patch16_224
     python recipes/benchmark.py --suite loading --model vit_base_patch16_224 --threads 1
+    python recipes/benchmark.py --suite looks --batch-size 32
 
-vit, input, crossmodal and loading take a minute or two each on 2 CPU cores, attention far longer,
-most of it for full attention at 32,768 tokens; the figures are in the README.
+vit, input, crossmodal and loading take a minute or two each on 2 CPU cores, looks five, attention far
+longer, most of it for full attention at 32,768 tokens; the figures are in the README.
 
 A ratio is a candidate's median time over ours: above 1, ours is faster. The input suite compares an
 epoch of training with a bare loop on tensors in memory. Peers that are not installed are left out.
@@ -50,17 +51,20 @@ from zoo.layers import Mask, RelativeBias1d
 from zoo.preprocess import normalize
 from zoo.sources import sha256_of
 
+LOOKS = 500  # of the looks suite, to see whether memory grows
+
 
 @dataclass(frozen=True)
 class Config:
     """Compares speed, in turn, in one process."""
 
-    suite: Literal["vit", "input", "attention", "crossmodal", "loading"] = "vit"
+    suite: Literal["vit", "input", "attention", "crossmodal", "loading", "looks"] = "vit"
     """vit: train step and inference against timm, torchvision and transformers. input: an epoch of
     training against a bare loop of forward, backward and step. attention: time and peak memory of
     every kind over lengths n, against SDPA and the packages that are installed. crossmodal: train
     step of a dual encoder against open_clip's, and writing captions with a cache and without.
-    loading: saved weights into a model, against safetensors' own loader (load_model)."""
+    loading: saved weights into a model, against safetensors' own loader (load_model). looks: what
+    --save-attention-every adds to a training, in time and memory."""
     model: str = "vit_tiny_patch16_224"
     """Name of the model."""
     data: str = "digits"
@@ -92,7 +96,7 @@ def main(config: Config) -> dict[str, Any]:
     keep_memory()
     suites = {
         "vit": vit_suite, "input": input_suite, "attention": attention_suite,
-        "crossmodal": crossmodal_suite, "loading": loading_suite,
+        "crossmodal": crossmodal_suite, "loading": loading_suite, "looks": looks_suite,
     }  # fmt: skip
     found = suites[config.suite](config)
     from accelerate import Accelerator
@@ -470,6 +474,43 @@ def loading_suite(config: Config) -> dict[str, Any]:
     held = ", ".join(f"{peak / 1e6:.1f} MB ({name})" for name, peak in peaks.items())
     print(f"most memory beyond the model and the mapped file: {held}")
     return {"rows": rows}
+
+
+def looks_suite(config: Config) -> dict[str, Any]:
+    """A training step, and a look at 4 images with maps, numbers and a picture of all heads."""
+    import psutil
+
+    from vision.fixed_images import FixedImages
+    from vision.training_watch import watch_training
+
+    model: Any = zoo.create_model(config.model).to(config.device)
+    shape = (3, *model.card.preprocessing.size)
+    images = torch.randn(config.batch_size, *shape, device=config.device)
+    targets = torch.randint(model.num_classes, (config.batch_size,), device=config.device)
+    pixels = torch.randint(256, (4, *shape), dtype=torch.uint8)
+    fixed = FixedImages(
+        pixels, normalize(pixels, model.card.preprocessing), tuple(f"image {i}" for i in range(4))
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        watch = watch_training(model, fixed, Path(folder), every=1)
+        steps = {
+            "step": train_step(model, images, targets),
+            "look": partial(watch, model, 1),
+        }
+        times = in_turn(steps, config.repeats, config.device)
+        process, held = psutil.Process(), []
+        for step in range(2, LOOKS + 1):
+            watch(model, step)
+            held.append(process.memory_info().rss / 2**20)
+    rows = [row("train", name, times, ours="step") for name in times]
+    share, interval = ratio_of_medians(times["look"], times["step"])
+    show(f"{config.model}, batch {config.batch_size}, {config.device}", rows)
+    print(
+        f"every 50 updates looks add {2 * share:.2f} % "
+        f"({2 * interval[0]:.2f} to {2 * interval[1]:.2f}) to the time of training; memory after "
+        f"10 looks {held[8]:.0f} MiB, after {LOOKS} {held[-1]:.0f} MiB"
+    )
+    return {"rows": rows, "percent_at_50": 2 * share, "resident_mib": held}
 
 
 def peak_memory(step: Callable[[], object]) -> int:

@@ -173,7 +173,7 @@ def draw_overlay(
     for axes in panels:
         axes.set_axis_off()
     figure.suptitle(title, fontsize=10, parse_math=False)
-    scale.add_to(figure, panels.tolist(), f"weight in {layer}\n", fraction=0.05, aspect=16)
+    scale.add_to(figure, panels.tolist(), f"weight in {layer},\n", fraction=0.05, aspect=16)
     figure.savefig(path, dpi=120)
 
 

@@ -347,9 +347,7 @@ def homes_of(name: str) -> list[str]:
 
     tells: dict[str, Callable[[], bool]] = {
         "timm": lambda: importlib.import_module("timm").is_model(name),
-        "torchvision": lambda: (
-            name in importlib.import_module("torchvision.models").list_models()
-        ),
+        "torchvision": lambda: name in importlib.import_module("torchvision.models").list_models(),
         "open_clip": lambda: name in importlib.import_module("open_clip").list_models(),
     }
     return [f"{host}:{name}" for host, has in tells.items() if find_spec(host) and has()]

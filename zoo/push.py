@@ -69,9 +69,7 @@ def push_to_hub(
                 commit_message=commit_message,
             )
         except Exception as error:
-            raise WeightsError(
-                f"{repo_id} cannot be pushed: {_reason(error, repo_id)}"
-            ) from error
+            raise WeightsError(f"{repo_id} cannot be pushed: {_reason(error, repo_id)}") from error
     return commit.commit_url
 
 

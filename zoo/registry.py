@@ -232,12 +232,12 @@ def create_model(
 
 def _check_sizes(num_classes: Any, in_chans: Any, img_size: Any) -> None:
     """Refuses what is no number before a library's code fails at it."""
-    if num_classes is not None:
-        integer("num_classes", num_classes, minimum=0)
-    if in_chans is not None:
-        integer("in_chans", in_chans)
+    for name, value in (("num_classes", num_classes), ("in_chans", in_chans)):
+        if value is not None:
+            integer(name, value, minimum=None)  # what is too small, the models say
     sides = img_size if isinstance(img_size, tuple | list) else (img_size,)
-    if img_size is not None and not (len(sides) in (1, 2) and all(map(is_integer, sides))):
+    whole = len(sides) == (2 if sides is img_size else 1) and all(map(is_integer, sides))
+    if img_size is not None and not whole:
         raise TypeError(
             f"img_size ({img_size!r}) must be an integer, or two of them (rows, columns)"
         )

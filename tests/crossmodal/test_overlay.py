@@ -30,6 +30,7 @@ from crossmodal.looks import (
 from crossmodal.overlay import attention_layers, token_maps, word_maps, words_of
 from crossmodal.overlay_figure import draw
 from crossmodal.tokenizer import create_tokenizer
+from zoo.diagnostics.plotting import blend
 
 CAPTIONS = ["a red heart", "two birds, one extraordinarily unbelievable hat"]
 SIZE = (16, 24)

@@ -28,6 +28,7 @@ def run(*flags: object, **environ: str) -> subprocess.CompletedProcess[str]:
         ("vit", {"zoo", "torchvision"}),
         ("input", {"zoo", "bare loop"}),
         ("loading", {"zoo", "zoo, local-dir", "safetensors", "hash alone"}),
+        ("looks", {"step", "look"}),
     ],
 )
 def test_the_benchmark_gives_ratios_with_intervals(tmp_path, suite, names):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,24 @@ def test_a_class_without_validation_images_still_competes(model: Path, tmp_path:
     assert own["metrics"]["val/top1"] == pytest.approx(100 * float(right))
 
 
+def test_the_best_checkpoint_of_a_run(model: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(model, run / "model")
+    best: Any = zoo.create_model("vit_micro_patch2_8", class_names=KNOWN)
+    torch.nn.init.normal_(best.head.weight)
+    position = {"epoch": 1, "step": 9, "update": 0, "best": 1.0, "best_epoch": 1}
+    state = {"model": best.state_dict(), "ema": None, "position": position, "metrics": {}}
+    (run / "checkpoints").mkdir()
+    torch.save(state, run / "checkpoints" / "best.pt")
+    root = save_images(tmp_path / "data", dict.fromkeys(KNOWN, 4))
+    report = main(Config(str(run), checkpoint="best", data=f"folder:{root}"))
+    outputs, targets = logits(best, root, KNOWN)
+    loss = torch.nn.functional.cross_entropy(outputs, targets)
+    assert report["metrics"]["val/loss"] == pytest.approx(float(loss), abs=1e-4)
+    assert report["checkpoint"] == str(run / "checkpoints" / "best.pt")
+    assert main(Config(str(run), data=f"folder:{root}"))["metrics"] != report["metrics"]
+
+
 def test_a_model_of_timm_on_folders_named_by_synset(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,7 +141,10 @@ def test_other_weights_and_names_of_the_outputs(
     [
         ({}, "--data is needed with --model local-dir:"),
         ({"data": "digits"}, "the model knows the classes dog, cat, .*, but digits has 0, 1"),
-        ({"data": "folder:{}/other"}, "has classes that the training images lack: cow"),
+        (
+            {"data": "folder:{}/other"},
+            "has 1 of 2 classes that --model .* does not know: cow; it knows owl",
+        ),
         ({"data": "folder:{}/gone"}, "no folder .*gone"),
         ({"model": "vit_micro_patch2_8", "data": "digits"}, "has no weights of its own"),
         ({"model": "{}/features", "data": "digits"}, "did you mean local-dir:"),

@@ -69,12 +69,19 @@ def test_weights_for_a_named_model(run_folder: Path, model: Any) -> None:
     torch.testing.assert_close(open_export(out)(x), model(x))
 
 
+def test_what_is_missing_is_told_before_a_model_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zoo.exported.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"ONNX needs onnx, onnxscript, onnxruntime"):
+        main(Config(model="nowhere", out="model.onnx"))
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
         ({"out": "model.bin"}, r"--out model.bin must end with .onnx or .pt2"),
         ({"out": "model.pt2", "opset": 18}, r"--opset 18 is for .onnx only"),
         ({"out": "model.pt2", "model": "nowhere"}, "--model nowhere is no run folder"),
+        ({"out": "model.pt2", "checkpoint": "best"}, "--checkpoint best is of a run folder"),
     ],
 )
 def test_flags_that_are_refused(flags: dict[str, Any], says: str) -> None:

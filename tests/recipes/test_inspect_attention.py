@@ -18,6 +18,7 @@ import crossmodal  # noqa: F401  its models are registered
 import zoo
 from crossmodal.data import load_pairs
 from crossmodal.looks import Look, fixed_pairs, look_at
+from crossmodal.tokenizer import Tokenizer
 from recipes.inspect_attention import Config, main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -89,6 +90,17 @@ def test_captions_and_indices_of_ones_own(folder, tmp_path):
     batch = fixed_pairs(made, load_pairs("strips:2").val, [7])
     assert one.maps.equal(look_at(made, batch, layer=1, head=2).maps)
     assert not torch.allclose(one.maps, look_at(made, batch).maps)
+
+
+def test_titles_are_the_captions_and_not_what_a_vocabulary_knows_of_them(
+    folder, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(Tokenizer, "decode", lambda self, tokens, *_: ["1 6"] * len(tokens))
+    flags = {"indices": (7,), "out": str(tmp_path / "out")}
+    look = main(Config(str(folder / "match"), captions=("picture 16 of cat",), **flags))
+    assert look.captions == ["picture 16 of cat"]
+    look = main(Config(str(folder / "match"), **flags))
+    assert look.captions == [load_pairs("strips:2").val.captions[7][0]]
 
 
 @pytest.mark.parametrize(
@@ -177,6 +189,38 @@ def test_a_run_is_explored_on_its_own_validation_images(classifier, tmp_path):
     assert "Over the training" not in file.read_text()  # a run folder without captures
 
 
+def test_a_run_is_the_place_for_what_is_written_of_it(classifier, photos, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(classifier, tmp_path / "run")
+    assert main(Config("run", samples=1)) == Path("run/inspect/explorer.html")
+    other = main(Config("local-dir:run/model", images=(str(photos),)))
+    assert other == Path("attention/explorer.html")
+
+
+def test_a_run_beside_its_own_best_checkpoint(classifier, photos, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(classifier, run)
+    weights = zoo.create_model(f"local-dir:{run / 'model'}").state_dict()
+    position = {"epoch": 1, "step": 9, "update": 0, "best": 1.0, "best_epoch": 1}
+    (run / "checkpoints").mkdir()
+    state = {"model": weights, "ema": None, "position": position, "metrics": {}}
+    torch.save(state, run / "checkpoints" / "best.pt")
+    file = main(
+        Config(str(run), compare=str(run), compare_checkpoint="best", images=(str(photos),))
+    )
+    assert [model["name"] for model in data_of(file)["models"]] == ["run", "run (best)"]
+
+
+@pytest.mark.parametrize("missing", ["jinja2", "matplotlib"])
+def test_what_is_missing_is_told_before_a_model_is_made(classifier, monkeypatch, missing):
+    if missing == "jinja2":
+        monkeypatch.setattr("recipes.inspect_attention.find_spec", lambda name: None)
+    else:
+        monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match=rf"explorer.html needs {missing}: pip install"):
+        main(Config(str(classifier), images=("gone.png",)))
+
+
 def test_what_a_run_recorded_is_on_the_page(classifier, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(classifier, run)
@@ -231,6 +275,7 @@ def test_words_have_a_page_beside_the_picture(folder, photos, tmp_path):
         ("cnn", {}, "has nothing to explore: no attention .* and no gates"),
         ("bare", {}, "--images is needed with --model local-dir:"),
         ("match", {"images": ("photos",)}, "--images needs --captions"),
+        ("vit", {"compare_checkpoint": "best"}, "--compare-checkpoint best needs --compare"),
     ],
 )
 def test_what_cannot_be_explored_is_told(

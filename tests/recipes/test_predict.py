@@ -116,6 +116,30 @@ def test_weights_and_names_for_a_named_model(
     assert "weights.pt: 100.0 % of the values matched" in capsys.readouterr().out
 
 
+def test_numbered_classes_get_a_hint(images: Path, tmp_path: Path, capsys: Any) -> None:
+    flags: dict[str, Any] = {"img_size": 32, "depth": 1, "embed_dim": 12, "num_heads": 1}
+    for classes, says in ((1000, "--class-names imagenet-1k or FILE"), (7, "--class-names FILE")):
+        made = zoo.create_model("vit_micro_patch4_32", num_classes=classes, **flags)
+        zoo.save_pretrained(made, tmp_path / str(classes))
+        main(Config((str(images / "1.png"),), f"local-dir:{tmp_path / str(classes)}"))
+        assert says in capsys.readouterr().out
+
+
+def test_pictures_without_matplotlib_are_refused_at_once(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match=r"^--overlay .*o needs matplotlib: pip install"):
+        main(Config(("gone.png",), "gone", overlay=str(tmp_path / "o")))
+
+
+def test_a_run_of_a_vit_of_timm_is_drawn(images: Path, tmp_path: Path) -> None:
+    made: Any = zoo.create_model("timm:vit_tiny_patch16_224", img_size=32, depth=1, num_classes=3)
+    zoo.save_pretrained(made, tmp_path / "run" / "model")
+    main(Config((str(images / "1.png"),), str(tmp_path / "run"), overlay=str(tmp_path / "o")))
+    assert (tmp_path / "o" / "1.png").exists()
+
+
 def test_bad_images_stop_or_are_left_out(
     model: str, images: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -134,6 +158,7 @@ def test_bad_images_stop_or_are_left_out(
         ({"layer": 1}, r"--layer 1 is for pictures: give --overlay"),
         ({"images": ("gone.png",)}, "no file or folder gone.png"),
         ({"model": "gone"}, "--model gone is no run folder"),
+        ({"checkpoint": "best"}, "--checkpoint best is none of .*, which has last"),
         ({"top_k": 0}, r"top_k \(0\) must be at least 1"),
         ({"overlay": "{}/o", "layer": 9}, r"layer \(9\) must be from -\d to \d"),
         ({"class_names": "imagenet-1k"}, "class_names has 1000 names, but num_classes is 3"),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from vision.class_names import data_classes, match_classes, read_class_names
+from vision.class_names import check_known, data_classes, match_classes, read_class_names
 from zoo.imagenet import imagenet_classes, imagenet_synsets
 
 
@@ -40,6 +40,22 @@ def test_folders_named_by_synsets() -> None:
     )
     assert match_classes(known, ["tabby", "n02123045"]) is None  # one class under two names
     assert match_classes(known, ["n00000000"]) is None
+
+
+def test_classes_that_a_model_does_not_know(tmp_path: Path) -> None:
+    known = imagenet_classes()
+    for name in ("tabby", "n02124075", ".cache"):
+        (tmp_path / "val" / name).mkdir(parents=True)
+    check_known(known, f"folder:{tmp_path}", "m")
+    check_known(known, "digits", "m")
+    (tmp_path / "val" / "tench fish").mkdir()
+    (tmp_path / "train" / "unread").mkdir(parents=True)
+    with pytest.raises(
+        ValueError, match=r"has 1 of 3 classes that --model m .*: tench fish; it"
+    ) as e:
+        check_known(known, f"folder:{tmp_path}", "m")
+    assert "it knows tench, " in str(e.value)
+    assert " and 995 more. Name the folders" in str(e.value)
 
 
 def test_names_from_a_file_or_a_set(tmp_path: Path) -> None:

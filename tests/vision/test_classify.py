@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,6 +18,7 @@ from vision.classify import (
     create_classifier,
     smallest_batch,
 )
+from vision.data import ImageDataset, Split
 from vision.evaluate import count
 from zoo.engine import BatchPlan, Mixing
 from zoo.preprocess import normalize
@@ -147,3 +150,60 @@ def test_a_last_batch_of_one_is_refused_before_training(model):
         found.check_smallest_batch(tiny, 1)
     with pytest.raises(ValueError, match="on 2 process"):
         found.check_smallest_batch(tiny, 718, processes=2)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["mixup", "cutmix", "hflip", "label_smoothing", "drop_path_rate"])
+def test_numbers_must_be_finite(name, value):
+    with pytest.raises(ValueError, match=rf"{name} \({value}\) must be finite"):
+        ImageOptions(**{name: value})
+
+
+def of_size(rows: int, cols: int) -> ImageDataset:
+    pixels = np.zeros((4, rows, cols, 3), np.uint8)
+    part = Split(torch.zeros(4, dtype=torch.long), 0.0, pixels=pixels)
+    return ImageDataset("folder:photos", ("one",), 3, part, part)
+
+
+def warned(capsys, name, rows, cols, img_size=None) -> str:
+    model = zoo.create_model(name, **({} if img_size is None else {"img_size": img_size}))
+    Classification(model, of_size(rows, cols), ImageOptions(img_size=img_size), Mixing(1), 0)
+    return capsys.readouterr().err
+
+
+def test_photos_shrunk_to_almost_nothing_are_warned_of(capsys):
+    told = warned(capsys, "vit_micro_patch2_8", 96, 120)
+    for part in ("WARNING", "96x120", "8x8", "vit_micro_patch2_8", "--model", "--img-size"):
+        assert part in told
+    named = re.search(r"\((\w+), (\w+); zoo.list_models", told)
+    side = re.search(r"--img-size such as (\d+)", told)
+    assert named is not None
+    assert side is not None
+    for name in named.groups():
+        assert not warned(capsys, name, 96, 120), "what is advised helps"
+    assert not warned(capsys, "vit_micro_patch2_8", 96, 120, img_size=int(side[1]))
+    assert not warned(capsys, "vit_micro_patch2_8", 96, 120, img_size=(8, 8)), "wanted"
+    assert warned(capsys, "vit_micro_patch4_32", 375, 500)
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "cols"),
+    [
+        ("vit_tiny_patch16_224", 375, 500),
+        ("timm:resnet10t", 3000, 4000),
+        ("vit_micro_patch2_8", 8, 8),
+        ("vit_micro_patch4_32", 32, 32),
+        ("vit_micro_patch4_32", 64, 64),
+        ("resnet_micro", 32, 32),
+    ],
+)
+def test_usual_sizes_are_not_warned_of(capsys, name, rows, cols):
+    assert not warned(capsys, name, rows, cols)
+
+
+def test_only_the_main_process_warns(capsys, monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    assert not warned(capsys, "vit_micro_patch2_8", 96, 96)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    assert warned(capsys, "vit_micro_patch2_8", 96, 96)

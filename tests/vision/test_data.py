@@ -15,7 +15,7 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 from vision.augment import Augment
-from vision.data import FileSource, MemorySource, Split, load_dataset, make_source
+from vision.data import FileSource, MemorySource, Split, load_dataset, make_source, typical_size
 from vision.images import ImageError, decode
 from zoo.card import Preprocessing
 from zoo.preprocess import resize_and_crop
@@ -466,3 +466,17 @@ def test_links_upwards_and_hidden_folders_add_no_images(tmp_path):
     (tmp_path / "train/a/.ipynb_checkpoints").mkdir()
     Image.new("RGB", (8, 8)).save(tmp_path / "train/a/.ipynb_checkpoints/0-checkpoint.png")
     assert load_dataset(f"folder:{tmp_path}").train.targets.tolist() == [0, 1]
+
+
+def test_the_typical_size_is_that_of_the_median_image(tmp_path):
+    paths = []
+    for i, size in enumerate([(10, 20), (30, 40), (500, 600)]):
+        paths.append(str(tmp_path / f"{i}.png"))
+        picture("red", size=size).save(paths[-1])
+    files = Split(torch.zeros(3, dtype=torch.long), 0.0, paths=tuple(paths))
+    assert typical_size(files) == (40, 30)
+    many = Split(torch.zeros(300, dtype=torch.long), 0.0, paths=tuple(paths * 100))
+    assert typical_size(many, samples=30) == (40, 30)
+    assert typical_size(load_dataset("digits").train) == (8, 8)
+    assert typical_size(load_dataset("emoji").val) == (32, 32)
+    assert typical_size(Split(torch.zeros(0, dtype=torch.long), 0.0)) == (0, 0)

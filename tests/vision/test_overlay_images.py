@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 import zoo
 from vision.overlay import attention_layer, attention_maps, draw_overlay, picture_names
 from vision.predict import inputs_of
+from zoo.diagnostics.plotting import WeightScale
 
 SIZE = (8, 12)  # a grid of 4 x 6
 
@@ -88,11 +90,11 @@ def test_other_kinds_and_training_mode() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("timm:resnet18", {}, r"timm:resnet18 has no attention .* pretrained='timm:vit_tiny"),
+        ("timm:resnet18", {}, r"timm:resnet18 has no attention .* such as timm:vit_tiny"),
         (
-            "timm:vit_tiny_patch16_224.augreg_in21k",
-            {"img_size": 32},
-            r"zoo.create_model\('vit_tiny_patch16_224', pretrained='timm:vit_tiny_patch16_224'\)",
+            "timm:swin_tiny_patch4_window7_224",
+            {"embed_dim": 12, "depths": (1, 1), "num_heads": (1, 1)},
+            r"layers.1.blocks.0.attn of timm:swin_tiny.* attends within windows",
         ),
         ("resnet_micro", {}, "resnet_micro has no attention that can be drawn"),
     ],
@@ -100,6 +102,68 @@ def test_other_kinds_and_training_mode() -> None:
 def test_models_without_attention_are_told(name: str, options: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         attention_layer(zoo.create_model(name, **options))
+
+
+TIMM = {"img_size": 32, "patch_size": 8, "embed_dim": 12, "depth": 2, "num_heads": 2}
+
+
+@pytest.mark.parametrize("pool", ["token", "avg"])
+@torch.no_grad()
+def test_maps_of_a_vit_of_timm(pool: str) -> None:
+    model: Any = zoo.create_model(
+        "timm:vit_tiny_patch16_224", **TIMM, reg_tokens=2, global_pool=pool
+    )
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    images = torch.randn(2, 3, 32, 32)
+    model.eval()
+    seen: list[Tensor] = []
+    for block in model.blocks:
+        block.norm1.register_forward_hook(lambda *given: seen.append(given[-1]))
+    model(images)
+    for layer, x in enumerate(seen[:2]):
+        weights = weights_of(model.blocks[layer].attn, x).mean(1)
+        rows = weights[:, 0] if pool == "token" else weights[:, 3:].mean(1)
+        found = attention_maps(model, images, layer)
+        torch.testing.assert_close(found, rows[:, 3:].reshape(2, 4, 4), atol=1e-6, rtol=1e-5)
+    assert torch.equal(attention_maps(model, images), found)
+    assert attention_layer(model) == "blocks.1.attn"
+    with pytest.raises(ValueError, match=r"layer \(2\) must be from -2 to 1"):
+        attention_layer(model, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "layer"),
+    [
+        ("torchvision:vit_b_16", r"encoder.layers.*self_attention"),
+        ("timm:vit_base_patch16_siglip_224", "attn_pool"),
+    ],
+)
+@pytest.mark.slow
+def test_maps_of_other_libraries(name: str, layer: str) -> None:
+    model: Any = zoo.create_model(name)
+    assert re.fullmatch(layer, attention_layer(model))
+    maps = attention_maps(model, torch.randn(1, 3, 224, 224))
+    assert maps.shape == (1, 14, 14)
+    assert 0 < maps.sum() < 1 + 1e-5
+
+
+def test_even_weights_do_not_glare(tmp_path: Path) -> None:
+    from matplotlib import colormaps
+
+    even = torch.full((4, 4), 1 / 16)
+    even[0, 0] *= 1.02
+    scale = WeightScale(even)
+    black = torch.zeros(1, 160, 160, dtype=torch.uint8)
+    third = 0.6 * np.array(colormaps["inferno"](1 / 3)[:3])
+    np.testing.assert_allclose(scale.over(black, even)[-1, -1], third, atol=0.02)
+    peak = even.clone()
+    peak[1, 1] = 0.9  # the highest weight ends the scale, as soon as it is far from even
+    assert WeightScale.top_of(peak) == pytest.approx(0.9)
+    assert WeightScale.top_of(peak / 10) == pytest.approx(0.09)  # whatever the patches get in all
+    low, high = scale.colours.get_clim()
+    assert (low, high) == pytest.approx((0, 3), rel=0.01)  # in even shares
+    assert WeightScale(torch.zeros(2, 2)).colours.get_clim() == (0, 4)
 
 
 def test_layers_and_kinds_that_cannot_be_drawn() -> None:

@@ -567,3 +567,18 @@ def test_a_timm_folder_of_dynamic_size_opens_at_its_own(tmp_path: Path) -> None:
     assert ours.card.preprocessing.size == (32, 32)
     x = torch.randn(2, 3, 32, 32)
     torch.testing.assert_close(ours(x), theirs(x))
+
+
+@pytest.mark.parametrize("name", ["timm:resnet10t", "timm:vit_tiny_patch16_224"])
+def test_an_unknown_option_of_timm_is_told_with_those_there_are(name: str) -> None:
+    with pytest.raises(TypeError, match=f"{name} has no option 'img_sz'; nearest: img_size") as e:
+        zoo.create_model(name, img_sz=3)
+    assert "valid: img_size, " in str(e.value)
+    assert "drop_rate" in str(e.value)
+
+
+def test_homes_of_a_name() -> None:
+    assert hosts.homes_of("resnet18") == ["timm:resnet18", "torchvision:resnet18"]
+    assert hosts.homes_of("ViT-B-32") == ["open_clip:ViT-B-32"]
+    assert hosts.homes_of("resnet18.a1_in1k") == ["timm:resnet18.a1_in1k"]
+    assert hosts.homes_of("no_such_model") == []

@@ -210,3 +210,17 @@ def test_another_width_is_not_taken_for_another_grid(tmp_path: Path) -> None:
         zoo.load_pretrained(make(), source)
     assert "pos_embed: (1, 17, 32) in the source, (1, 17, 64) in the model\n" in str(caught.value)
     assert "not square" not in str(caught.value).partition("likely cause")[0]
+
+
+@pytest.mark.parametrize(("size", "noted"), [((8, 12), True), ((16, 16), False), ((8, 8), False)])
+def test_the_grid_that_is_assumed_is_the_sources(
+    tmp_path: Path, size: tuple[int, int], noted: bool
+) -> None:
+    """The note and the line of what was resized name one grid."""
+    source = saved(snapshot(randomized()), tmp_path)
+    report = zoo.load_pretrained(make(img_size=size), source)
+    assumed = [note for note in report.notes if "grid of pos_embed" in note]
+    assert len(assumed) == int(noted)
+    for note in assumed:
+        assert "4x4 is assumed" in note
+        assert report.resized["pos_embed"].startswith("grid 4x4 -> ")

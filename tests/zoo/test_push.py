@@ -10,12 +10,13 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
-from huggingface_hub import constants
+from huggingface_hub import constants, errors
 from torch import nn
 
 import zoo
 from zoo.card import ModelCard
 from zoo.push import model_readme
+from zoo.sources import WeightsError
 
 NAME = "vit_micro_patch2_8"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -145,3 +146,45 @@ def test_models_without_a_card_are_refused(api: type[FolderApi]) -> None:
     assert not api.calls  # nothing reached the hub
     with pytest.raises(TypeError, match="Linear has no card"):
         model_readme(nn.Linear(2, 2), "me/vit")
+
+
+def test_a_hub_out_of_reach_is_told_as_when_reading(
+    api: type[FolderApi], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class ConnectError(Exception):
+        """As of httpx, which is not always the one installed."""
+
+    def refuse(error: Exception) -> None:
+        def create_repo(self: Any, repo_id: str, **options: Any) -> Any:
+            raise error
+
+        monkeypatch.setattr(api, "create_repo", create_repo)
+
+    refuse(ConnectError("Name or service not known"))
+    with pytest.raises(
+        WeightsError, match=r"me/vit cannot be pushed: .* cannot be reached.*upload"
+    ):
+        zoo.push_to_hub(make(), "me/vit")
+    refuse(errors.OfflineModeIsEnabled("offline"))
+    with pytest.raises(WeightsError, match=r"HF_HUB_OFFLINE is set; zoo.save_pretrained"):
+        zoo.push_to_hub(make(), "me/vit")
+    refuse(errors.HFValidationError("Repo id must be in the form"))
+    with pytest.raises(WeightsError, match=r"cannot be pushed: HFValidationError: Repo id must"):
+        zoo.push_to_hub(make(), "me/vit/x")
+
+
+@pytest.mark.parametrize("status", [401, 409])
+def test_a_hub_that_refuses_is_told_with_what_helps(
+    api: type[FolderApi], monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    error = errors.HfHubHTTPError.__new__(errors.HfHubHTTPError)
+    error.response = SimpleNamespace(status_code=status)  # type: ignore[assignment]
+    error.args = ("no",)
+
+    def create_repo(self: Any, repo_id: str, **options: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(api, "create_repo", create_repo)
+    with pytest.raises(WeightsError) as caught:
+        zoo.push_to_hub(make(), "me/vit")
+    assert ("HF_TOKEN" in str(caught.value)) == (status == 401)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import sys
 from dataclasses import replace
 from functools import partial
@@ -374,3 +375,73 @@ def test_a_layout_finds_the_architecture(monkeypatch: pytest.MonkeyPatch) -> Non
         match=r"holds a upside model \(\['UpModel'\]\).*create_model\(NAME, pretrained='local-dir",
     ):
         zoo.create_model("local-dir:folder")
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("efficientnet_b0", "did you mean timm:efficientnet_b0 or torchvision:efficientnet_b0?"),
+        ("resnet26d", "did you mean timm:resnet26d?"),
+        ("ViT-B-32", "did you mean open_clip:ViT-B-32?"),
+        ("my_model", "did you mean local-dir:my_model?"),
+        ("./my_model", "did you mean local-dir:my_model?"),
+        ("runs/mine", "did you mean local-dir:runs/mine/model?"),
+        ("runs/gone", "there is no folder "),
+        ("x.pth", "pretrained='file:x.pth'"),
+        ("file:x.pth", "pretrained='file:x.pth'"),
+        ("file:gone.pth", "pretrained='file:gone.pth'"),
+        ("no_such_model_at_all", "other libraries' have a prefix: timm:NAME"),
+    ],
+)
+def test_a_slip_in_a_name_is_told_with_what_was_meant(
+    name: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    zoo.save_pretrained(zoo.create_model("vit_micro_patch2_8", depth=1), "my_model")
+    zoo.save_pretrained(zoo.create_model("vit_micro_patch2_8", depth=1), "runs/mine/model")
+    Path("x.pth").touch()
+    with pytest.raises(ValueError, match=re.escape(told)) as error:
+        zoo.create_model(name)
+    for meant in re.findall(r"local-dir:[\w/]+", str(error.value)) if "did you" in told else ():
+        assert isinstance(zoo.create_model(meant), nn.Module)
+
+
+def test_a_run_folder_is_not_its_model(tmp_path: Path) -> None:
+    zoo.save_pretrained(zoo.create_model("vit_micro_patch2_8", depth=1), tmp_path / "run/model")
+    meant = f"local-dir:{tmp_path / 'run/model'}"
+    for create in (
+        lambda: zoo.create_model(f"local-dir:{tmp_path / 'run'}"),
+        lambda: zoo.create_model("vit_micro_patch2_8", pretrained=f"local-dir:{tmp_path / 'run'}"),
+    ):
+        with pytest.raises(WeightsError, match=re.escape(f"did you mean {meant}?")):
+            create()
+
+
+@pytest.mark.parametrize("name", ["vit_micro_patch2_8", "timm:resnet10t", "torchvision:resnet18"])
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("num_classes", "ten"),
+        ("num_classes", 2.0),
+        ("in_chans", "3"),
+        ("img_size", "a"),
+        ("img_size", (8, 8.0)),
+        ("img_size", (8, 8, 8)),
+    ],
+)
+def test_sizes_that_are_no_numbers(name: str, option: str, value: Any) -> None:
+    with pytest.raises(TypeError, match=re.escape(f"{option} ({value!r}) must be an integer")):
+        zoo.create_model(name, **{option: value})
+
+
+def test_another_kind_of_attention_can_be_asked_for(tmp_path: Path) -> None:
+    source = (
+        f"local-dir:{zoo.save_pretrained(zoo.create_model('vit_micro_patch2_8'), tmp_path / 'm')}"
+    )
+    with pytest.raises(WeightsError, match="attention='linear', pretrained=") as error:
+        zoo.load_pretrained(zoo.create_model("vit_micro_patch2_8", attention="linear"), source)
+    advised = re.search(r"zoo\.create_model\(.*?\)", str(error.value))
+    assert advised is not None
+    model = eval(advised[0], {"zoo": zoo})
+    assert model.card.options["attention"] == "linear"
+    assert model.load_report.loaded

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 import zoo
 from zoo import run_folder
@@ -22,7 +23,7 @@ def micro(**options: Any) -> nn.Module:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    zoo.save_pretrained(micro(num_classes=3), tmp_path / "run" / "model")
+    zoo.save_pretrained(micro(class_names=["a", "b", "c"]), tmp_path / "run" / "model")
     flags = {"options": {"data": "digits", "epochs": 2}}
     (tmp_path / "run" / "config.json").write_text(json.dumps(flags))
     return tmp_path / "run"
@@ -103,6 +104,85 @@ def test_weights_that_leave_the_classifier_untrained_are_refused(tmp_path: Path)
 def test_what_means_no_model_is_told(run: Path, model: str, message: str) -> None:
     with pytest.raises(FileNotFoundError, match=message):
         find_trained(model.format(run.parent))
+
+
+def checkpoint(run: Path, name: str, *, average: bool, **position: int) -> nn.Module:
+    """Writes one as training does; returns the model that it would have evaluated."""
+    torch.manual_seed(position["step"])
+    trained, averaged = micro(num_classes=3), AveragedModel(micro(num_classes=3), use_buffers=True)
+    state = {"format": 1, "model": trained.state_dict(), "metrics": {"val/n": 9, "val/top1": 80.0}}
+    state["ema"] = averaged.state_dict() if average else None
+    state["position"] = {"update": 0, "best": 80.0, "best_epoch": 1, **position}
+    (run / "checkpoints").mkdir(exist_ok=True)
+    torch.save(state, run / "checkpoints" / name)
+    return averaged.module if average else trained
+
+
+@pytest.mark.parametrize("average", [False, True])
+def test_checkpoints_of_a_run(run: Path, average: bool) -> None:
+    best = checkpoint(run, "best.pt", average=average, epoch=1, step=5)
+    inside = checkpoint(run, "step_00000007.pt", average=average, epoch=1, step=7, update=2)
+    for wanted, right, says in (
+        ("best", best, "after epoch 1 of 2, step 5, val/top1 80"),
+        (str(run / "checkpoints" / "best.pt"), best, "after epoch 1 of 2"),
+        ("7", inside, "in epoch 2 of 2, step 7"),
+        ("step_00000007", inside, "in epoch 2 of 2, step 7"),
+        ("step_00000007.pt", inside, "in epoch 2 of 2, step 7"),
+    ):
+        told: list[str] = []
+        found = find_trained(str(run), checkpoint=wanted).create(told.append)
+        assert all(torch.equal(found.state_dict()[k], v) for k, v in right.state_dict().items())
+        assert says in told[0]
+        assert ("averaged weights" in told[0]) is average
+        assert "warning" not in told[0]
+        assert getattr(found, "card").class_names == ("a", "b", "c")  # noqa: B009
+    last = find_trained(str(run)).create()
+    assert not torch.equal(last.state_dict()["head.weight"], best.state_dict()["head.weight"])
+
+
+def test_a_checkpoint_of_another_temperature_is_told(run: Path) -> None:
+    flags = {"options": {"temperature": "2:0.5", "epochs": 2}}
+    (run / "config.json").write_text(json.dumps(flags))
+    checkpoint(run, "best.pt", average=False, epoch=1, step=5)
+    checkpoint(run, "step_00000010.pt", average=False, epoch=2, step=10)
+    told: list[str] = []
+    find_trained(str(run), checkpoint="best").create(told.append)
+    find_trained(str(run), checkpoint="10").create(told.append)
+    assert "warning: the run had --temperature 2:0.5" in told[0]
+    assert "now have the last one, 0.5" in told[0]
+    assert "warning" not in told[1]
+
+
+def test_checkpoints_that_are_not_there_or_of_no_run_are_told(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(
+        FileNotFoundError, match=r"--checkpoint best is none of .*, which has last$"
+    ):
+        find_trained(str(run), checkpoint="best")
+    checkpoint(run, "best.pt", average=False, epoch=1, step=5)
+    checkpoint(run, "step_00000007.pt", average=False, epoch=1, step=7)
+    torch.save({}, tmp_path / "other.pt")
+    for wanted in ("8", "bets", str(tmp_path / "other.pt")):
+        with pytest.raises(FileNotFoundError, match=r"which has last, best, step_00000007$"):
+            find_trained(str(run), checkpoint=wanted)
+    for model in ("vit_micro_patch2_8", f"local-dir:{run / 'model'}", "timm:resnet18"):
+        with pytest.raises(ValueError, match=r"--checkpoint best is of a run folder"):
+            find_trained(model, checkpoint="best")
+    with pytest.raises(FileNotFoundError, match=r"did you mean --model .*run --checkpoint best\?"):
+        find_trained(str(run / "checkpoints" / "best.pt"))
+    with pytest.raises(ValueError, match=r"drop --pretrained file:x \(--checkpoint chooses"):
+        find_trained(str(run), "file:x")
+
+
+def test_checkpoints_of_another_model_are_refused(run: Path) -> None:
+    checkpoint(run, "best.pt", average=False, epoch=1, step=5)
+    torch.save(micro().state_dict(), run / "checkpoints" / "step_00000001.pt")
+    zoo.save_pretrained(micro(num_classes=4), run / "model")
+    for wanted in ("best", "1"):
+        with pytest.raises(WeightsError, match=r"pt is no checkpoint of this run's model"):
+            find_trained(str(run), checkpoint=wanted).create()
+    (run / "checkpoints" / "best.pt").write_bytes(b"PK cut")
+    with pytest.raises(WeightsError, match=r"best.pt was cut short"):
+        find_trained(str(run), checkpoint="best").create()
 
 
 def test_weights_for_a_model_that_brings_its_own_are_refused(run: Path) -> None:

@@ -3,17 +3,22 @@
 A mistake is an error that a `raise` statement of ours made, of the kinds in `MISTAKES`: our code
 foresaw it and says what would be right. Everything else (torch's errors, failed assertions, a line
 of ours that failed by itself) is a bug, whose traceback stays.
+
+`accelerate launch` and `torchrun` add a traceback of their own when a process ends with an error;
+`accelerate launch -q` adds none.
 """
 
 from __future__ import annotations
 
 import dis
+import io
 import os
 import shutil
 import sys
 import textwrap
 import time
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from types import TracebackType
 from typing import TypeVar
 
@@ -42,11 +47,9 @@ def cli(
         SystemExit: after a mistake.
         Exception: any other error of `main`, as it is.
     """
-    import tyro
-
     rank = int(os.environ.get("RANK", "0"))
     try:
-        main(tyro.cli(config_class, args=args, console_outputs=rank == 0))
+        main(_read(config_class, args, quietly=rank > 0))
     except MISTAKES as error:
         if os.environ.get(SHOW, "0") not in ("", "0") or not is_mistake(error):
             raise
@@ -54,12 +57,22 @@ def cli(
         sys.exit(1)
 
 
+def _read(config_class: type[C], args: Sequence[str] | None, quietly: bool) -> C:
+    import tyro
+
+    if not quietly:
+        return tyro.cli(config_class, args=args)
+    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+        return tyro.cli(config_class, args=args)
+
+
 def is_mistake(error: BaseException) -> bool:
     """Whether an error is of `MISTAKES` and was made by a `raise` statement in our packages."""
     place = error.__traceback__
     while place is not None and place.tb_next is not None:
         place = place.tb_next
-    return isinstance(error, MISTAKES) and place is not None and _raised_by_us(place)
+    foreseen = isinstance(error, MISTAKES) and not isinstance(error, NotImplementedError)
+    return foreseen and place is not None and _raised_by_us(place)
 
 
 def _raised_by_us(place: TracebackType) -> bool:
