@@ -214,6 +214,7 @@ class AttentionSaver:
         if main:
             indices = spread(min(integer("samples", samples), len(pairs)), len(pairs))
             self.pairs = fixed_pairs(model, pairs, indices)
+            self.captions = [pairs.captions[index][0] for index in indices]
 
     def __call__(self, model: Any, step: int) -> dict[str, float]:
         """The numbers of a look, where one is due."""
@@ -226,6 +227,7 @@ class AttentionSaver:
             return {}
         with undisturbed(model), self.autocast():
             look, seen = look_at(model, self.pairs), self._numbers(model)
+        look = replace(look, captions=self.captions)
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"step{step:06d}"
         training = dict(self.report.training) if self.report else {}

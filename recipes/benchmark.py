@@ -9,8 +9,8 @@ Command:
     python recipes/benchmark.py --suite loading --model vit_base_patch16_224 --threads 1
     python recipes/benchmark.py --suite looks --batch-size 32
 
-vit, input, crossmodal and loading take a minute or two each on 2 CPU cores, looks five, attention far
-longer, most of it for full attention at 32,768 tokens; the figures are in the README.
+vit, input, crossmodal and loading take a minute or two each on 2 CPU cores, looks five, attention
+far longer, most of it for full attention at 32,768 tokens; the figures are in the README.
 
 A ratio is a candidate's median time over ours: above 1, ours is faster. The input suite compares an
 epoch of training with a bare loop on tensors in memory. Peers that are not installed are left out.
@@ -51,8 +51,6 @@ from zoo.layers import Mask, RelativeBias1d
 from zoo.preprocess import normalize
 from zoo.sources import sha256_of
 
-LOOKS = 500  # of the looks suite, to see whether memory grows
-
 
 @dataclass(frozen=True)
 class Config:
@@ -79,6 +77,8 @@ class Config:
     """Attention kinds of that suite; all by default."""
     shape: Literal["small", "ViT-B-32"] = "small"
     """Of the crossmodal suite's dual encoders: 256 wide with 6 layers each, or CLIP's ViT-B/32."""
+    looks: int = 500
+    """Looks of the looks suite, to see whether memory grows."""
     threads: int | None = None
     """CPU threads; torch's choice by default. The loading suite, where ours has threads of its own,
     also keeps to as many cores."""
@@ -116,8 +116,8 @@ def check(config: Config) -> None:
         raise SystemExit(f"--device {config.device} must be cpu, cuda or cuda:NUMBER")
     if kind == "cuda" and not torch.cuda.is_available():
         raise SystemExit(f"--device {config.device}: torch sees no GPU here; use --device cpu")
-    if min(config.repeats, config.batch_size, *config.lengths) < 1:
-        raise SystemExit("--repeats, --batch-size and --lengths must be at least 1")
+    if min(config.repeats, config.batch_size, config.looks - 1, *config.lengths) < 1:
+        raise SystemExit("--repeats, --batch-size and --lengths must be at least 1, --looks 2")
     unknown = set(config.kinds) - set(zoo.layers.list_attention())
     if unknown:
         legal = ", ".join(zoo.layers.list_attention())
@@ -493,14 +493,12 @@ def looks_suite(config: Config) -> dict[str, Any]:
     )
     with tempfile.TemporaryDirectory() as folder:
         watch = watch_training(model, fixed, Path(folder), every=1)
-        steps = {
-            "step": train_step(model, images, targets),
-            "look": partial(watch, model, 1),
-        }
+        step, look = train_step(model, images, targets), partial(watch, model, 1)
+        steps: dict[str, Callable[[], object]] = {"step": step, "look": look}
         times = in_turn(steps, config.repeats, config.device)
         process, held = psutil.Process(), []
-        for step in range(2, LOOKS + 1):
-            watch(model, step)
+        for number in range(2, config.looks + 1):
+            watch(model, number)
             held.append(process.memory_info().rss / 2**20)
     rows = [row("train", name, times, ours="step") for name in times]
     share, interval = ratio_of_medians(times["look"], times["step"])
@@ -508,7 +506,7 @@ def looks_suite(config: Config) -> dict[str, Any]:
     print(
         f"every 50 updates looks add {2 * share:.2f} % "
         f"({2 * interval[0]:.2f} to {2 * interval[1]:.2f}) to the time of training; memory after "
-        f"10 looks {held[8]:.0f} MiB, after {LOOKS} {held[-1]:.0f} MiB"
+        f"{len(held[:9]) + 1} looks {held[:9][-1]:.0f} MiB, after {config.looks} {held[-1]:.0f} MiB"
     )
     return {"rows": rows, "percent_at_50": 2 * share, "resident_mib": held}
 

@@ -26,7 +26,7 @@ from zoo.preprocess import normalize
 from zoo.registry import FOLDERS
 from zoo.weights import apply_source, read_source
 
-SMALL, SHRUNK = 64, 3  # a model's pixels a side, and how many times these an image may have
+SMALL, SHRUNK = 64, 4  # a model's pixels a side, and how many times these an image may have
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def _warn_of_shrinking(model: Any, data: ImageDataset) -> None:
     """
     rows, cols = model.card.preprocessing.size
     there = typical_size(data.train)
-    small = max(rows, cols) < SMALL and min(there) >= SHRUNK * max(rows, cols)
+    small = max(rows, cols) < SMALL and min(there) > SHRUNK * max(rows, cols)
     first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
     if small and first:
         name, here = str(model.card.architecture), f"{rows}x{cols}"

@@ -36,6 +36,7 @@ def test_the_benchmark_gives_ratios_with_intervals(tmp_path, suite, names):
     out = tmp_path / "report.json"
     model = "vit_micro_patch4_32" if suite == "vit" else "vit_micro_patch2_8"
     flags = ["--suite", suite, "--model", model, "--repeats", "3", "--batch-size", "32"]
+    flags += ["--looks", "5"]
     done = run(*flags, "--out", out)
     assert done.returncode == 0, done.stderr[-3000:]
     report = json.loads(out.read_text())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import fields
@@ -131,6 +132,24 @@ def test_two_models_are_compared_on_the_same_queries(dual, matcher, data, folder
         assert found["p_value"] == pytest.approx(p_value)
         assert found["low"] <= found["difference"] <= found["high"]
     assert "McNemar" in capsys.readouterr().out
+
+
+def test_a_run_is_compared_with_its_own_best_checkpoint(dual, data, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(dual, run)
+    other = zoo.create_model(f"local-dir:{run / 'model'}")
+    for parameter in other.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    position = {"epoch": 1, "step": 9, "update": 0, "best": 1.0, "best_epoch": 1}
+    state = {"model": other.state_dict(), "ema": None, "position": position, "metrics": {}}
+    (run / "checkpoints").mkdir()
+    torch.save(state, run / "checkpoints" / "best.pt")
+    report = main(Config(model=str(run), compare=str(run), compare_checkpoint="best"))
+    assert report["model"] == str(run)
+    assert report["compared"]["with"] == f"{run} (best)"
+    best = main(Config(model=str(run), checkpoint="best"))
+    assert best["model"] == f"{run} (best)"
+    assert best["metrics"] == report["compared"]["metrics"] != report["metrics"]
 
 
 @pytest.mark.parametrize("similarity", [True, False])
@@ -269,6 +288,8 @@ def test_what_cannot_be_followed_is_named(dual, captioner, data, folder, tmp_pat
         ({"model": "dual_micr"}, "dual_micro"),
         ({"model": f"local-dir:{tmp_path / 'vit'}", "data": data}, "is a VisionTransformer"),
         ({"model": str(captioner), "compare": str(dual)}, "--compare is for a DualEncoder"),
+        ({"model": str(dual), "compare_checkpoint": "best"}, "best needs --compare RUN"),
+        ({"model": str(dual), "checkpoint": "best"}, "--checkpoint best is none of"),
         ({"model": str(captioner), "zero_shot": "digits"}, "--zero-shot is for a DualEncoder"),
         ({"model": str(dual), "rerank": 4}, "--rerank is for a Matcher"),
         ({"model": str(dual), "beams": 4}, "--beams is for a Captioner"),

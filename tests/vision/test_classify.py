@@ -192,6 +192,7 @@ def test_photos_shrunk_to_almost_nothing_are_warned_of(capsys):
         ("vit_tiny_patch16_224", 375, 500),
         ("timm:resnet10t", 3000, 4000),
         ("vit_micro_patch2_8", 8, 8),
+        ("vit_micro_patch2_8", 32, 32),
         ("vit_micro_patch4_32", 32, 32),
         ("vit_micro_patch4_32", 64, 64),
         ("resnet_micro", 32, 32),

@@ -189,7 +189,7 @@ def _closing(training: Training, best: str) -> str:
     found = position.best_epoch is not None
     return f"the trained model is in {folder / 'model'}" + (
         f"; best {best} {position.best:.4g} after epoch {position.best_epoch}: "
-        f"{folder / 'checkpoints' / 'best.pt'}"
+        f"--model {folder} --checkpoint best"
         if found and position.best_epoch != position.epoch
         else ""
     )
