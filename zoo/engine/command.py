@@ -89,7 +89,9 @@ def _tell(error: BaseException, rank: int) -> None:
     if rank:
         time.sleep(SECONDS_FOR_MAIN)
     of = f" on process {rank}" if rank else ""
-    text = f"error{of}: {error or type(error).__name__} ({SHOW}=1 shows where)"
+    said = str(error) or type(error).__name__
+    hint = "" if SHOW in said else f" ({SHOW}=1 shows where)"  # a cell of an ablation said it
+    text = f"error{of}: {said}{hint}"
     print(_wrapped(text) if sys.stderr.isatty() else text, file=sys.stderr, flush=True)
 
 
