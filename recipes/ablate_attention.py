@@ -22,7 +22,6 @@ from statistics import median
 from typing import Any, Literal
 
 import torch
-import tyro
 
 import vision
 import zoo
@@ -39,6 +38,7 @@ from zoo.ablation import (
     split_commas,
 )
 from zoo.diagnostics.cost import count_flops, in_turn, peak_bytes
+from zoo.engine import cli
 
 BASELINES = ("mean", "identity")
 BY_TOKEN = ("none", "learned", "sincos")  # positions that are added to the tokens
@@ -151,4 +151,4 @@ def costs(models: dict[str, Any], batch: int = 64) -> dict[str, dict[str, object
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, args=split_commas(sys.argv[1:], LISTS)))
+    cli(main, Config, split_commas(sys.argv[1:], LISTS))

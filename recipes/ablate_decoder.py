@@ -27,7 +27,6 @@ from statistics import median
 from typing import Any
 
 import torch
-import tyro
 from torch import Tensor
 
 import zoo
@@ -50,6 +49,7 @@ from zoo.ablation import (
 )
 from zoo.ablation.plan import cells_of
 from zoo.diagnostics.cost import count_flops, in_turn, peak_bytes
+from zoo.engine import cli
 from zoo.engine.checkpoint import write_atomically
 
 BASELINE = "lstm_fixed"
@@ -275,4 +275,4 @@ def flops(model: Any, batch: dict[str, Tensor]) -> int:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config))
+    cli(main, Config)

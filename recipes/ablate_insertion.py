@@ -35,7 +35,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import tyro
 from torch import nn
 
 import vision
@@ -55,6 +54,7 @@ from zoo.ablation import (
     split_commas,
 )
 from zoo.diagnostics.cost import count_flops, in_turn, ratio_of_medians
+from zoo.engine import cli
 
 BASELINES = ("none", "constant")
 LISTS = ("kinds", "sites", "stages", "rd_ratios")  # flags that take a,b as well as a b
@@ -221,4 +221,4 @@ def _latency(model: nn.Module, plain: nn.Module, image: torch.Tensor) -> dict[st
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, args=split_commas(sys.argv[1:], LISTS)))
+    cli(main, Config, split_commas(sys.argv[1:], LISTS))

@@ -39,7 +39,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import tyro
 
 from crossmodal.balance import watched
 from crossmodal.loss import contrastive_loss
@@ -58,6 +57,7 @@ from zoo.ablation import (
 )
 from zoo.ablation.results import Curve, learning_curves
 from zoo.diagnostics.plotting import figure_class
+from zoo.engine import cli
 from zoo.engine.checkpoint import write_atomically
 
 BASELINE = "per_modality"
@@ -268,4 +268,4 @@ def _draw(axes: Any, curves: dict[int, Curve], norm: str) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, args=split_commas(sys.argv[1:], LISTS)))
+    cli(main, Config, split_commas(sys.argv[1:], LISTS))

@@ -35,7 +35,6 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import torch.nn.functional as F
-import tyro
 from torch import Tensor, nn
 
 import crossmodal
@@ -560,4 +559,4 @@ def show(title: str, rows: list[dict[str, Any]]) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config))
+    engine.cli(main, Config)

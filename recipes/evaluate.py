@@ -20,7 +20,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import tyro
 from torch import Tensor, nn
 
 import vision
@@ -152,4 +151,4 @@ def show(report: dict[str, Any], rows: list[Any]) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config))
+    engine.cli(main, Config)

@@ -23,7 +23,6 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import tyro
 from torch import Tensor, nn
 
 import vision
@@ -438,4 +437,4 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], lef
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config))
+    engine.cli(main, Config)

@@ -20,9 +20,9 @@ from statistics import median
 from typing import Any
 
 import torch
-import tyro
 from torch import Tensor, nn
 
+from zoo.engine import cli
 from zoo.export import ExportReport, export_onnx, export_program
 from zoo.exported import ONNX, PROGRAM, open_export, require
 from zoo.run_folder import find_trained
@@ -88,4 +88,4 @@ def milliseconds(run: Callable[[Tensor], Tensor], image: Tensor, repeats: int = 
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config))
+    cli(main, Config)

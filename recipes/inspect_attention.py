@@ -30,7 +30,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-import tyro
 from torch import Tensor, int64, zeros
 
 from crossmodal.captioner import Captioner
@@ -47,6 +46,7 @@ from vision.explorer import explore
 from vision.explorer_panel import classified, facts_of, of_run, panel_of
 from vision.predict import find_images, readable
 from zoo.diagnostics.plotting import figure_class
+from zoo.engine import cli
 from zoo.pages.explorer import MOST_BYTES, Image, Panel, as_html
 from zoo.run_folder import LAST, TrainedModel, find_trained
 
@@ -321,4 +321,4 @@ def part_of(options: PairOptions, name: str | None) -> tuple[str, Pairs]:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config))
+    cli(main, Config)

@@ -198,4 +198,4 @@ def show(predictions: Sequence[Prediction]) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config))
+    engine.cli(main, Config)

@@ -203,4 +203,4 @@ def describe_gates(
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config))
+    engine.cli(main, Config)

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import tyro
 from torch import Tensor, nn
 
 import zoo
@@ -271,4 +270,4 @@ def caption_scores(model: Any, run: engine.Run, task: PairTask, config: Config) 
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config))
+    engine.cli(main, Config)

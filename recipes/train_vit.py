@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch.nn.functional as F
-import tyro
 from torch import Tensor, nn
 
 import vision
@@ -150,4 +149,4 @@ def spelled(value: int | float | str) -> Any:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config))
+    engine.cli(main, Config)

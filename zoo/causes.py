@@ -42,8 +42,9 @@ def explain(merge: Merge, what: str) -> str:
     lines += [f"  {key}: {how}" for key, how in list(merge.misfits.items())[:5]]
     if len(merge.misfits) > 5:
         lines.append(f"  ... and {len(merge.misfits) - 5} more that do not fit")
-    lines.append(f"  only in the model ({len(only_model)}): {listed(only_model) or 'nothing'}")
-    lines.append(f"  only in the source ({len(only_source)}): {listed(only_source) or 'nothing'}")
+    for side, keys in (("model", only_model), ("source", only_source)):
+        if keys:
+            lines.append(f"  only in the {side} ({len(keys)}): {listed(keys)}")
     lines.append(f"  likely cause: {_cause(merge, only_model, only_source)}")
     return "\n".join(lines)
 

@@ -57,7 +57,9 @@ def take_part(source: Source, part: str) -> Source:
     if not names:
         top = dict.fromkeys(key.partition(".")[0] for key in source.tensors)
         raise WeightsError(
-            f"{source.name} has nothing under part {part!r}; its names start with {listed(top, 20)}"
+            f"{source.name} has nothing under part {part!r}, the name under which a larger "
+            f"source would hold this model; its names start with {listed(top, 20)}: leave part out "
+            f"where these are the model's own, as in a file of the network alone"
         )
     grids = {key: key.removeprefix(prefix) for key in source.position_grids if key in names}
     card = source.card and replace(source.card, architecture=None, options={})

@@ -35,6 +35,7 @@ from zoo.card import ModelCard, plain
 from zoo.causes import explain
 from zoo.copying import copy_all, refuse_infinite
 from zoo.keys import clean_source, take_part
+from zoo.layers.check import fraction
 from zoo.layouts import find_layout
 from zoo.merge import ADAPTATIONS, Merge, describe, position_grids
 from zoo.report import LoadReport
@@ -233,14 +234,17 @@ def load_pretrained(
             `timm:NAME`, `torchvision:NAME` or `open_clip:ARCH/TAG`.
         strict: Whether an unexplained difference is an error; if not, one of tensors is listed, one
             of settings is a warning.
-        min_matched: Least part of the model's values that must come from the source.
-        part: Name in the source under which the model's tensors stand, such as "backbone".
+        min_matched: Least part, in [0, 1], of the model's values that must come from the source.
+        part: Name in the source under which the model's tensors stand, where the source is a
+            larger one: "backbone" for the keys backbone.blocks.0... of a detector. Left out for a
+            file of the network alone.
         adapt: Which differences may be adapted, of `zoo.merge.ADAPTATIONS`; any other is an error.
         antialias: Whether positions are resampled with it; None follows the source's own rule,
             which is True but for families such as DINOv2.
 
     Raises:
         WeightsError: the source cannot be read, or does not belong to the model.
+        ValueError: `min_matched` or `adapt` is not legal.
     """
     return apply_source(
         model,
@@ -270,6 +274,7 @@ def apply_source(
         allowed: Options in which the model may differ from the source on purpose.
     """
     model, adapt = unwrap(model), _known(adapt)
+    min_matched = fraction("min_matched", min_matched)
     agreement.refuse_meta(model)
     given = _own_part(model, source, part)
     layout = find_layout(given, model)

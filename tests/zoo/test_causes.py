@@ -172,3 +172,23 @@ def test_another_librarys_names_under_a_part_are_the_cause(tmp_path: Path) -> No
         zoo.load_pretrained(make(), source)
     model = make(norm_eps=1e-6)
     assert zoo.load_pretrained(model, source, part="backbone").matched_fraction == 1
+
+
+def test_sides_that_differ_in_nothing_are_not_told(tmp_path: Path) -> None:
+    with pytest.raises(WeightsError) as caught:
+        zoo.load_pretrained(make(), saved(snapshot(randomized(embed_dim=32)), tmp_path))
+    assert "only in the" not in str(caught.value)
+
+
+@pytest.mark.parametrize("least", [-0.1, 1.5, float("nan")])
+def test_a_part_that_cannot_match_is_refused(tmp_path: Path, least: float) -> None:
+    source = saved(snapshot(randomized()), tmp_path)
+    with pytest.raises(ValueError, match=rf"min_matched \({least}\) must lie in \[0, 1\]"):
+        zoo.load_pretrained(make(), source, min_matched=least)
+
+
+def test_a_part_of_a_file_of_the_network_alone(tmp_path: Path) -> None:
+    source = saved(snapshot(randomized()), tmp_path)
+    with pytest.raises(WeightsError, match=r"nothing under part 'backbone'.*leave part out"):
+        zoo.load_pretrained(make(), source, part="backbone")
+    assert zoo.load_pretrained(make(), source).loaded

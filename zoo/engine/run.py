@@ -370,5 +370,13 @@ def _compare(path: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
     if changed:
         raise ValueError(
             f"resuming would not continue the run recorded in {path}; these options differ: "
-            + "; ".join(changed)
+            f"{'; '.join(changed)}. Resume with the old values, or start a new run from these "
+            f"weights: --pretrained {_weights_of(path.parent)} with another --out, without --resume"
         )
+
+
+def _weights_of(folder: Path) -> str:
+    """Where a run's weights are: those it ended with, or its latest checkpoint."""
+    if (folder / "model").is_dir():
+        return f"local-dir:{folder / 'model'}"
+    return f"file:{list_checkpoints(folder / 'checkpoints')[-1]}"
