@@ -15,7 +15,7 @@ from crossmodal.captioner import Captioner
 from crossmodal.generate import generate
 from crossmodal.matcher import Matcher
 from crossmodal.overlay import attention_layers, words_of
-from vision.explorer import Explored, alarms_of, joined
+from vision.inspection.explorer import Explored, alarms_of, joined
 from zoo.diagnostics.capture import capture_attention
 from zoo.diagnostics.looks import look_at_layer
 from zoo.merge import describe

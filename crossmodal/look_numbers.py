@@ -16,7 +16,7 @@ from torch import Tensor
 
 from crossmodal.fusion import modality_share
 from crossmodal.matcher import Matcher
-from vision.image_tokens import image_tokens
+from vision.inspection.image_tokens import image_tokens
 from zoo.diagnostics.capture import Records, attention_of, capture_attention
 from zoo.diagnostics.looks import LayerLook, look_at_layer
 

@@ -24,8 +24,8 @@ from crossmodal.matcher import Matcher
 from crossmodal.overlay import attention_layers, word_maps
 from crossmodal.overlay_figure import draw
 from crossmodal.tokenizer import Tokenizer
-from vision.fixed_images import FixedImages, spread, undisturbed
-from vision.training_watch import Report, resume, watch_training
+from vision.inspection.fixed_images import FixedImages, spread, undisturbed
+from vision.inspection.training_watch import Report, resume, watch_training
 from zoo.diagnostics.look_files import pack
 from zoo.layers.check import integer
 from zoo.preprocess import normalize
@@ -267,7 +267,7 @@ class TowerWatch:
     Args:
         model: Whose `image_tower` is looked at.
         pairs, folder, every, samples: As for `AttentionSaver`.
-        **options: Of `vision.training_watch.TrainingWatch`.
+        **options: Of `vision.inspection.training_watch.TrainingWatch`.
 
     Raises:
         ValueError: The tower has neither attention nor gates that can be seen.

@@ -23,7 +23,7 @@ from crossmodal.evaluate import by_image, image_rows, text_rows
 from crossmodal.generate import generate
 from crossmodal.matcher import Matcher
 from crossmodal.training import PairTask
-from vision.fixed_images import spread, undisturbed
+from vision.inspection.fixed_images import spread, undisturbed
 from vision.samples import fresh_folder, save_thumbnail, write_text
 
 MOST = 1000  # images that are candidates

@@ -479,8 +479,8 @@ def looks_suite(config: Config) -> dict[str, Any]:
     """A training step, and a look at 4 images with maps, numbers and a picture of all heads."""
     import psutil
 
-    from vision.fixed_images import FixedImages
-    from vision.training_watch import watch_training
+    from vision.inspection.fixed_images import FixedImages
+    from vision.inspection.training_watch import watch_training
 
     model: Any = zoo.create_model(config.model).to(config.device)
     shape = (3, *model.card.preprocessing.size)

@@ -42,8 +42,8 @@ from crossmodal.overlay_figure import draw
 from crossmodal.training import PairOptions
 from vision.class_names import read_class_names
 from vision.data import Split, load_dataset, make_source
-from vision.explorer import explore
-from vision.explorer_panel import classified, facts_of, of_run, panel_of
+from vision.inspection.explorer import explore
+from vision.inspection.explorer_panel import classified, facts_of, of_run, panel_of
 from vision.predict import find_images, readable
 from zoo.diagnostics.plotting import figure_class
 from zoo.engine import cli

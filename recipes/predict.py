@@ -27,7 +27,7 @@ import tyro
 from torch import Tensor, nn
 
 from vision.class_names import read_class_names
-from vision.overlay import attention_layer, attention_maps, draw_overlay, picture_names
+from vision.inspection.overlay import attention_layer, attention_maps, draw_overlay, picture_names
 from vision.predict import (
     Prediction,
     check_classifier,

@@ -41,11 +41,11 @@ from vision.classify import (
     create_classifier,
 )
 from vision.evaluate import metrics
-from vision.fixed_images import fixed_images
 from vision.insertion import Insertion
+from vision.inspection.fixed_images import fixed_images
+from vision.inspection.training_watch import closing_look, watch_training
 from vision.samples import write_samples
 from vision.slots import slots
-from vision.training_watch import closing_look, watch_training
 from zoo import engine
 from zoo.diagnostics import NothingCapturedError, gate_profile, gate_ranges, save_gates
 from zoo.engine.batches import move

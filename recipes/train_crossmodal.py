@@ -39,7 +39,7 @@ from crossmodal.matcher import match_loss
 from crossmodal.samples import write_samples
 from crossmodal.scores import sacrebleu_metrics
 from crossmodal.training import PairOptions, PairTask, build, check_validation
-from vision.training_watch import closing_look
+from vision.inspection.training_watch import closing_look
 from zoo import engine
 from zoo.layers.check import integer
 from zoo.pages import attempted, reported

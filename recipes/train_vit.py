@@ -23,9 +23,9 @@ import vision
 import zoo
 from vision.classify import Classification, ImageOptions, create_classifier
 from vision.evaluate import metrics
-from vision.fixed_images import fixed_images
+from vision.inspection.fixed_images import fixed_images
+from vision.inspection.training_watch import closing_look, watch_training
 from vision.samples import write_samples
-from vision.training_watch import closing_look, watch_training
 from zoo import engine
 from zoo.freezing import freeze_by_rule
 from zoo.pages import attempted, reported

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from vision.evaluate import class_rows
-from vision.fixed_images import spread, undisturbed
+from vision.inspection.fixed_images import spread, undisturbed
 from vision.predict import top_classes
 from zoo.layers.check import integer
 

@@ -84,7 +84,7 @@ class AlarmLog:
 
 
 def watch_options(run: Run, model: nn.Module, num_samples: int) -> dict[str, Any]:
-    """How a run's looks inside are made: for `vision.training_watch` and `crossmodal.looks`.
+    """How a run's looks inside are made: for `vision.inspection` and `crossmodal.looks`.
 
     Args:
         run: Its options say how often, and whether alarms stop it.

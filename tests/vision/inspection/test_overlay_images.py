@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 import zoo
-from vision.overlay import attention_layer, attention_maps, draw_overlay, picture_names
+from vision.inspection.overlay import attention_layer, attention_maps, draw_overlay, picture_names
 from vision.predict import inputs_of
 from zoo.diagnostics.plotting import WeightScale
 

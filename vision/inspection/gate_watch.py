@@ -1,4 +1,4 @@
-"""The gates of a model of images, for `vision.training_watch`: numbers a layer, a strip of each.
+"""The gates of a model of images, for `training_watch`: numbers a layer, a strip of each.
 
 Shapes: b images, s steps, r rows of a strip, c channels, y x rows and columns.
 """
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vision.fixed_images import FixedImages, undisturbed
-from vision.sheet import GREY, Sheet, coloured, text_width
+from vision.inspection.fixed_images import FixedImages, undisturbed
+from vision.inspection.sheet import GREY, Sheet, coloured, text_width
 from zoo.diagnostics.capture import Records
 from zoo.diagnostics.gates import Range, capture_gates, gate_ranges
 from zoo.diagnostics.looks import GateLook, look_at_gates

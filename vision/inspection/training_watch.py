@@ -1,8 +1,7 @@
 """Looks inside a model of images as it trains: `engine.fit(after_update=watch)`.
 
 Every so many updates the same validation images go through the model once, and parts of the watch
-see what passes: attention (`vision.attention_watch`) and gates (`vision.gate_watch`). What they
-find is returned as numbers for the log, reported for alarms, and written as pictures and one small
+see what passes: attention (`attention_watch`) and gates (`gate_watch`). What they find is returned as numbers for the log, reported for alarms, and written as pictures and one small
 file. Nothing of the training is changed: the losses are the same bit for bit.
 
 Shapes: b images, c y x channels, rows and columns.
@@ -19,9 +18,9 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from vision.attention_watch import AttentionPart
-from vision.fixed_images import FixedImages, spread, undisturbed
-from vision.gate_watch import GatePart
+from vision.inspection.attention_watch import AttentionPart
+from vision.inspection.fixed_images import FixedImages, spread, undisturbed
+from vision.inspection.gate_watch import GatePart
 from zoo.diagnostics.capture import attention_of
 from zoo.diagnostics.foreign_attention import unknown_attention
 from zoo.diagnostics.gates import gate_ranges

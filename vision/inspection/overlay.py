@@ -4,7 +4,7 @@ The rows of attention are those of the tokens that the classifier reads: the cla
 pooling's query, or all of the grid, whose mean is taken. What goes to class tokens and registers is
 left out and nothing is renormalised, so that a map sums to the share that the patches get. A
 patch's features come from more of the image than its own square. Models of other libraries are
-those that `zoo.capture_attention` and `vision.image_tokens` know.
+those that `zoo.capture_attention` and `vision.inspection.image_tokens` know.
 
 Shapes: b batch, h heads, i/j query/key tokens, c channels, y x rows and columns.
 """
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vision.image_tokens import ImageTokens, image_tokens
+from vision.inspection.image_tokens import ImageTokens, image_tokens
 from vision.vit import VisionTransformer
 from zoo.diagnostics.capture import attention_of, capture_attention, taps_of
 from zoo.diagnostics.plotting import WeightScale, enlarged, figure_class

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vision.image_tokens import image_tokens
+from vision.inspection.image_tokens import image_tokens
 from vision.predict import inputs_of
 from zoo.diagnostics.alarms import Alarm, Alarms
 from zoo.diagnostics.capture import attention_of, capture_attention

@@ -10,7 +10,7 @@ from torch import nn
 
 import vision  # noqa: F401  its models are registered
 import zoo
-from vision.image_tokens import ImageTokens, image_tokens
+from vision.inspection.image_tokens import ImageTokens, image_tokens
 from zoo.diagnostics import capture_attention
 
 

@@ -16,13 +16,13 @@ from torch.nn import functional as F
 
 import vision
 import zoo
-from vision.attention_watch import AttentionPart, patch_maps
 from vision.data import make_source
-from vision.fixed_images import FixedImages, fixed_images, spread, undisturbed
-from vision.gate_watch import draw_strips
-from vision.image_tokens import ImageTokens
-from vision.sheet import coloured
-from vision.training_watch import closing_look, watch_training
+from vision.inspection.attention_watch import AttentionPart, patch_maps
+from vision.inspection.fixed_images import FixedImages, fixed_images, spread, undisturbed
+from vision.inspection.gate_watch import draw_strips
+from vision.inspection.image_tokens import ImageTokens
+from vision.inspection.sheet import coloured
+from vision.inspection.training_watch import closing_look, watch_training
 from zoo.diagnostics import capture_attention, capture_gates, gate_statistics, summary
 
 
@@ -313,7 +313,7 @@ def test_layers_over_time_are_in_the_models_order(digits, tmp_path, monkeypatch)
     """Not as a file sorts them, with the tenth before the second."""
     drawn = []
     monkeypatch.setattr(
-        "vision.attention_watch.draw_over_time",
+        "vision.inspection.attention_watch.draw_over_time",
         lambda path, image, steps, **more: drawn.extend(steps.items()),
     )
     model = vit(depth=11)
@@ -348,7 +348,7 @@ def test_without_matplotlib_there_are_numbers_and_one_warning(
     def missing(file):
         raise ImportError(f"{file.name} needs matplotlib")
 
-    monkeypatch.setattr("vision.sheet.figure_class", missing)
+    monkeypatch.setattr("vision.inspection.sheet.figure_class", missing)
     model = vit()
     watch = watch_training(model, images_of(model, digits), tmp_path, 1)
     assert watch(model, 1)
@@ -400,7 +400,7 @@ def test_unnormalised_weights_are_refused_with_the_reason(digits):
 
 
 def test_fewer_images_where_memory_is_short(digits, tmp_path, monkeypatch):
-    from vision import attention_watch
+    from vision.inspection import attention_watch
 
     monkeypatch.setattr(
         attention_watch,

@@ -9,8 +9,8 @@ import pytest
 import torch
 from PIL import Image
 
-from vision.attention_grid import TIMES, draw_grid, draw_over_time, layer_labels, over
-from vision.sheet import PAPER, Sheet, coloured, fitted, shortened, text_width
+from vision.inspection.attention_grid import TIMES, draw_grid, draw_over_time, layer_labels, over
+from vision.inspection.sheet import PAPER, Sheet, coloured, fitted, shortened, text_width
 
 GREY_SHARE = 0.25  # of the image in what is drawn
 
@@ -132,6 +132,6 @@ def test_without_matplotlib_the_error_names_the_file(tmp_path, monkeypatch):
     def missing(file):
         raise ImportError(f"{file.name} needs matplotlib")
 
-    monkeypatch.setattr("vision.sheet.figure_class", missing)
+    monkeypatch.setattr("vision.inspection.sheet.figure_class", missing)
     with pytest.raises(ImportError, match=r"x\.png needs"):
         Sheet(9, 9, tmp_path / "x.png")

@@ -1,4 +1,4 @@
-"""The attention of a model of images, for `vision.training_watch`: numbers a layer, maps a head.
+"""The attention of a model of images, for `training_watch`: numbers a layer, maps a head.
 
 A map has the weight of each patch: in the row of the class token where there is one, else the mean
 over the patches' rows, or over all queries of a pooling. What goes to class tokens and registers is
@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from vision.attention_grid import draw_grid, draw_over_time
-from vision.fixed_images import FixedImages, undisturbed
-from vision.image_tokens import ImageTokens, image_tokens
+from vision.inspection.attention_grid import draw_grid, draw_over_time
+from vision.inspection.fixed_images import FixedImages, undisturbed
+from vision.inspection.image_tokens import ImageTokens, image_tokens
 from zoo.diagnostics.capture import Records, attention_of, capture_attention
 from zoo.diagnostics.looks import LayerLook, look_at_layer
 

@@ -1,4 +1,4 @@
-"""From what `vision.explorer` found to what a page shows, and what a run folder adds to it.
+"""From what `explorer` found to what a page shows, and what a run folder adds to it.
 
 Shapes: b images, h heads, c y x channels, rows and columns.
 """
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vision.explorer import ROLLOUT, Explored
+from vision.inspection.explorer import ROLLOUT, Explored
 from vision.predict import top_classes
 from zoo.diagnostics.looks import LayerLook
 from zoo.merge import describe

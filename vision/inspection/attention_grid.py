@@ -20,7 +20,7 @@ from einops import rearrange
 from torch import Tensor
 from torch.nn import functional as F
 
-from vision.sheet import BAR, GREY, PAPER, Sheet, coloured, fitted, shortened, text_width
+from vision.inspection.sheet import BAR, GREY, PAPER, Sheet, coloured, fitted, shortened, text_width
 
 TIMES = (1 / 4, 16)  # of the even share: the ends of the scale of colours
 CELL = ((24, 96), (80, 64), (10**9, 56))  # up to so many maps an image: side of one in pixels

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import vision  # noqa: F401  its models are registered
 import zoo
-from vision.explorer import ROLLOUT, explore
-from vision.explorer_panel import classified, health, measures, panel_of
+from vision.inspection.explorer import ROLLOUT, explore
+from vision.inspection.explorer_panel import classified, health, measures, panel_of
 from vision.predict import inputs_of
 from zoo.card import ModelCard, Preprocessing
 from zoo.diagnostics import capture_attention, entropy, head_similarity, rollout
