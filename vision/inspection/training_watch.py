@@ -1,8 +1,9 @@
 """Looks inside a model of images as it trains: `engine.fit(after_update=watch)`.
 
 Every so many updates the same validation images go through the model once, and parts of the watch
-see what passes: attention (`attention_watch`) and gates (`gate_watch`). What they find is returned as numbers for the log, reported for alarms, and written as pictures and one small
-file. Nothing of the training is changed: the losses are the same bit for bit.
+see what passes: attention (`attention_watch`) and gates (`gate_watch`). What they find is returned
+as numbers for the log, reported for alarms, and written as pictures and one small file. Nothing of
+the training is changed: the losses are the same bit for bit.
 
 Shapes: b images, c y x channels, rows and columns.
 """
