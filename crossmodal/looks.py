@@ -25,7 +25,7 @@ from crossmodal.overlay import attention_layers, word_maps
 from crossmodal.overlay_figure import draw
 from crossmodal.tokenizer import Tokenizer
 from vision.inspection.fixed_images import FixedImages, spread, undisturbed
-from vision.inspection.training_watch import Report, resume, watch_training
+from vision.inspection.training_watch import Report, looks_in, resume, watch_training
 from zoo.diagnostics.look_files import pack
 from zoo.layers.check import integer
 from zoo.preprocess import normalize
@@ -70,8 +70,8 @@ class Look:
 
         told = {name: getattr(self, name) for name in TEXTS} | dict(more or {})
         arrays = {"pixels": self.pixels.contiguous(), "maps": self.maps.contiguous()}
-        metadata = {name: json.dumps(value) for name, value in told.items()}
-        save_file({**arrays, **(tensors or {})}, path, metadata=metadata)
+        one = {"told": json.dumps(told)}  # the order of several would be another each time
+        save_file({**arrays, **(tensors or {})}, path, metadata=one)
 
     @classmethod
     def load(cls, path: Path) -> Look:
@@ -79,7 +79,8 @@ class Look:
         from safetensors import safe_open
 
         with safe_open(path, framework="pt") as file:
-            told = {name: json.loads(file.metadata()[name]) for name in TEXTS}
+            read = json.loads(file.metadata()["told"])
+            told = {name: read[name] for name in TEXTS}
             return cls(pixels=file.get_tensor("pixels"), maps=file.get_tensor("maps"), **told)
 
 
@@ -187,6 +188,7 @@ class AttentionSaver:
         pairs: Pairs to look at, at even distances over all.
         folder: Made when there is something to write.
         every: Updates between two looks.
+        last: The last update, which is looked at as well.
         samples: How many pairs; all, where there are fewer.
         main: Whether this process writes; the others do nothing.
         autocast: Makes the context of a forward pass, for its precision.
@@ -202,6 +204,7 @@ class AttentionSaver:
         every: int,
         samples: int = 4,
         *,
+        last: int | None = None,
         main: bool = True,
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
         report: Report | None = None,
@@ -209,7 +212,7 @@ class AttentionSaver:
     ) -> None:
         attention_layers(model)  # a model that cannot be looked at is refused before it trains
         self.every, self.folder, self.main = integer("every", every), Path(folder), main
-        self.autocast, self.report, self.step = autocast, report, step
+        self.autocast, self.report, self.step, self.last = autocast, report, step, last
         self.started, self.draws = False, True
         if main:
             indices = spread(min(integer("samples", samples), len(pairs)), len(pairs))
@@ -223,7 +226,7 @@ class AttentionSaver:
         if not self.started:
             self.started = True
             resume(self.folder, self.step, self.report)
-        if step % self.every:
+        if step % self.every and step != self.last:
             return {}
         with undisturbed(model), self.autocast():
             look, seen = look_at(model, self.pairs), self._numbers(model)
@@ -295,7 +298,7 @@ def over_time(folder: Path) -> Look | None:
 
     At most `MOST_STEPS` of them, at even distances, the last one always; None where there is none.
     """
-    files = sorted(Path(folder).glob("step*.safetensors"))
+    files = looks_in(folder)
     if not files:
         return None
     kept = spread(min(MOST_STEPS, len(files)), len(files))

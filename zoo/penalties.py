@@ -73,7 +73,8 @@ class Penalty:
             raise NothingCapturedError(
                 f"no attention ran with gradients for the penalty on {' and '.join(missing)}: call "
                 "it once for each forward pass inside the context, in training, not under "
-                "torch.no_grad or checkpointing with use_reentrant=True"
+                "torch.no_grad or checkpointing with use_reentrant=True, and not of layers that "
+                "are frozen or whose weights do not learn, as those of kind mean"
             )
         means = {name: torch.stack(values).mean() for name, values in found.items()}
         self.parts = {name: mean.detach() for name, mean in means.items()}
@@ -86,7 +87,7 @@ class Penalty:
         """Takes what a layer shows."""
         if name == "heads" and shown.shape[1] < 2:
             raise ValueError(f"heads ({self.weights[name]}) needs two or more; {layer} has one")
-        if shown.numel():
+        if shown.numel() and shown.requires_grad:
             with torch.autocast(shown.device.type, enabled=False):
                 self._found[name].append(measure(shown))
 
@@ -152,7 +153,10 @@ def alike(outputs: Tensor) -> Tensor:
     number; a turn of one head's values, which changes nothing, escapes that, and not this.
     """
     _, h, _, e = outputs.shape
-    flat = outputs.to(torch.promote_types(outputs.dtype, torch.float32)).transpose(1, 2).flatten(2)
+    outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
+    largest = outputs.detach().abs().amax((2, 3), keepdim=True)  # the size of a head is no matter
+    outputs = outputs / largest.clamp(min=torch.finfo(outputs.dtype).tiny)
+    flat = outputs.transpose(1, 2).flatten(2)
     products = (flat.mT @ flat).unflatten(2, (h, e)).unflatten(1, (h, e))  # b h e h e
     likeness = products.square().sum((2, 4))  # b h h
     own = likeness.diagonal(dim1=1, dim2=2)

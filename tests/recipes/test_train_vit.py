@@ -256,7 +256,8 @@ def test_an_alarm_stops_a_run_that_asks_for_it_and_resuming_goes_on(tmp_path, pr
     assert summary(tmp_path / "run")["status"] == "stopped by alarm"
     if processes == 1:
         assert done.returncode == 3
-    assert "--stop-on-alarm" in done.stdout
+    assert "needs a new run" in done.stdout
+    assert "--stop-on-alarm" not in done.stdout, "it would stop again"
     assert "--resume auto" in done.stdout
     stopped = summary(tmp_path / "run")["steps"]
     told = (tmp_path / "run/alarms.jsonl").read_text()

@@ -195,7 +195,8 @@ def test_every_kind_can_be_penalised(kind: str) -> None:
     options = {"linformer": {"max_len": 7, "rank": 4}}.get(kind, {})
     attn = create_attention(kind, 16, 4, **options).train()
     model, x = nn.ModuleDict({"attn": attn}), torch.randn(3, 7, 16)
-    with attention_penalty(model, **BOTH) as penalty:
+    learns = kind not in ("identity", "mean", "uniform")  # what their weights are
+    with attention_penalty(model, heads=0.3, entropy=0.2 * learns) as penalty:
         attn(x, mask=Mask.padding([7, 3, 0]))
     penalty().backward()
     gradients = [p.grad for p in attn.parameters() if p.grad is not None]
@@ -417,3 +418,23 @@ def test_bad_input() -> None:
         attention_penalty(single, heads=0.1),
     ):
         single[0](torch.randn(2, 5, 16))
+
+
+@pytest.mark.parametrize("size", [1e-10, 1e3, 1e10])
+def test_how_large_heads_are_does_not_matter(size: float) -> None:
+    outputs = torch.randn(2, 3, 5, 4, generator=torch.Generator().manual_seed(0))
+    small, large = outputs.clone().requires_grad_(), (outputs * size).requires_grad_()
+    alike(small).backward()
+    alike(large).backward()
+    assert torch.allclose(alike(large), alike(small), atol=1e-6)
+    assert small.grad is not None
+    assert large.grad is not None
+    assert torch.allclose(large.grad * size, small.grad, atol=1e-6)
+
+
+def test_weights_that_do_not_learn_are_named() -> None:
+    model = vision.VisionTransformer(**SMALL, attention="mean", num_classes=3)
+    with attention_penalty(model, entropy=0.1) as penalty:
+        model(IMAGES)
+        with pytest.raises(NothingCapturedError, match="as those of kind mean"):
+            penalty()

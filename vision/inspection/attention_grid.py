@@ -20,12 +20,22 @@ from einops import rearrange
 from torch import Tensor
 from torch.nn import functional as F
 
-from vision.inspection.sheet import BAR, GREY, PAPER, Sheet, coloured, fitted, shortened, text_width
+from vision.inspection.sheet import (
+    BAR,
+    GREY,
+    PAPER,
+    Sheet,
+    coloured,
+    fitted,
+    text_width,
+    wrapped,
+)
 
 TIMES = (1 / 4, 16)  # of the even share: the ends of the scale of colours
 CELL = ((24, 96), (80, 64), (10**9, 56))  # up to so many maps an image: side of one in pixels
 WIDE = 1.4  # width over height that a picture should have
 EDGE, GAP, LINE = 12, 10, 16  # pixels: around all, between images, of a line of text
+THUMB, BESIDE = 56, 150  # pixels: least height of the image alone, least room for words beside it
 
 
 @dataclass(frozen=True)
@@ -170,8 +180,11 @@ def _draw(path: Path, blocks: list[Block], layers: list[str], title: str, even: 
     labels, pattern = layer_labels(layers)
     rows, columns, high, wide = blocks[0].cells.shape[:4]
     aside = max(map(text_width, labels)) + 8
-    head = max(high, 56) + LINE + 4
-    width, height = aside + columns * wide + GAP, head + rows * high + GAP
+    thumb = round(wide * max(high, THUMB) / high) + 6
+    inner = max(columns * wide, thumb + BESIDE if any(block.title for block in blocks) else 0)
+    titles = [_lines(block.title, inner - thumb) for block in blocks]
+    head = max(high, THUMB, 4 + LINE * max(map(len, titles))) + LINE + 4
+    width, height = aside + inner + GAP, head + rows * high + GAP
     across = _across(len(blocks), width, height)
     above = 2 * EDGE + 6 * LINE
     least = 2 * EDGE + max(text_width(title, "title"), BAR[0] + 30 + text_width(_told(even)))
@@ -183,8 +196,14 @@ def _draw(path: Path, blocks: list[Block], layers: list[str], title: str, even: 
     _explain(sheet, title, f"rows: layers {pattern}" if pattern else "rows: layers", even)
     for index, block in enumerate(blocks):
         left, top = EDGE + index % across * width, above + index // across * height
-        _draw_block(sheet, block, labels, left, top, aside, head)
+        _draw_block(sheet, block, titles[index], labels, (left, top), aside, head)
     sheet.save()
+
+
+def _lines(title: str, room: int) -> list[str]:
+    """A title on lines that fit; what was found begins one of its own."""
+    parts = title.replace(", found ", "\nfound ").split("\n")
+    return [line for part in parts for line in wrapped(part, room, 2)]
 
 
 def _across(blocks: int, width: int, height: int) -> int:
@@ -214,14 +233,20 @@ def _explain(sheet: Sheet, title: str, rows: str, even: str) -> None:
 
 
 def _draw_block(
-    sheet: Sheet, block: Block, labels: Sequence[str], left: int, top: int, aside: int, head: int
+    sheet: Sheet,
+    block: Block,
+    title: Sequence[str],
+    labels: Sequence[str],
+    corner: tuple[int, int],
+    aside: int,
+    head: int,
 ) -> None:
-    columns, high, wide = block.cells.shape[1:4]
-    thumb = fitted(block.image, (max(high, 56), round(wide * max(high, 56) / high)))
+    left, top = corner
+    high, wide = block.cells.shape[2:4]
+    thumb = fitted(block.image, (max(high, THUMB), round(wide * max(high, THUMB) / high)))
     sheet.put(thumb, left + aside, top)
-    room = columns * wide - thumb.shape[1] - 6
-    for line, text in enumerate(block.title.split("\n")):
-        sheet.write(shortened(text, room), left + aside + thumb.shape[1] + 6, top + 4 + line * LINE)
+    for line, text in enumerate(title):
+        sheet.write(text, left + aside + thumb.shape[1] + 6, top + 4 + line * LINE)
     for column, text in enumerate(block.columns):
         x = left + aside + column * wide + wide // 2
         sheet.write(text, x, top + head - 6, anchor="ms", colour=GREY)

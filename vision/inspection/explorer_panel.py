@@ -149,11 +149,14 @@ def facts_of(model: nn.Module, source: str, explored: Explored) -> dict[str, str
 
 
 def of_run(panel: Panel, folder: Path) -> Panel:
-    """The panel with the alarms, curves and maps that a run folder has of its training, if any."""
+    """The panel with the alarms, curves and maps that a run folder has of its training.
+
+    Without one nothing can be trained again, and alarms are left without remedies.
+    """
     try:
         record = RunRecord.read(folder)
     except FileNotFoundError:
-        return panel
+        return replace(panel, alarms=[{**alarm, "remedies": ()} for alarm in panel.alarms])
     over_time = embedded(folder / "attention" / "over_time.png")
     return replace(
         panel,

@@ -16,13 +16,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vision.inspection.fixed_images import FixedImages, undisturbed
-from vision.inspection.sheet import GREY, Sheet, coloured, text_width
+from vision.inspection.sheet import GREY, Sheet, coloured, text_width, wrapped
 from zoo.diagnostics.capture import Records
 from zoo.diagnostics.gates import Range, capture_gates, gate_ranges
 from zoo.diagnostics.looks import GateLook, look_at_gates
 
 STRIP, ROW = 480, 12  # pixels: width of a strip, height of one of its rows
 EDGE, LINE, GAP = 12, 16, 6
+MOST_LINES = 8  # that tell what the rows are
 
 
 class GatePart:
@@ -80,7 +81,7 @@ class GatePart:
             self.ranges,
             self.groups,
             title=f"step {step}: gates of each layer's channels",
-            rows=f"rows of a strip: {found}",
+            rows=f"rows of a strip, from the top: {found}",
         )
 
     def draw_over_time(self, folder: Path, steps: Mapping[int, Mapping[str, Tensor]]) -> None:
@@ -125,16 +126,18 @@ def draw_strips(
     notes = {layer: _note(gates, ends[layer], same) for layer, gates in strips.items()}
     aside = max(map(text_width, labels.values())) + 8
     heights = [len(gates) * ROW + GAP for gates in strips.values()]
-    above = 2 * EDGE + 6 * LINE
-    width = max(aside + STRIP + 8 + max(map(text_width, notes.values())), text_width(rows), 520)
+    width = max(aside + STRIP + 8 + max(map(text_width, notes.values())), 520)
+    told_rows = wrapped(rows, width, MOST_LINES)
+    above = 2 * EDGE + (5 + len(told_rows)) * LINE
     sheet = Sheet(width + 2 * EDGE, above + sum(heights) + EDGE, path)
     sheet.write(title, EDGE, EDGE, "title")
-    sheet.write(rows, EDGE, EDGE + LINE + 6, colour=GREY)
+    for line, text in enumerate(told_rows, 1):
+        sheet.write(text, EDGE, EDGE + line * LINE + 6, colour=GREY)
     low, high = next(iter(ends.values())) if same else (0.0, 1.0)
     ticks = [(place, f"{low + place * (high - low):.3g}") for place in (0, 0.5, 1)]
     words = [(0.0, "least"), (1.0, "most")]
     told = "gate" if same else "gate, from least to most of a layer's range, told beside it"
-    sheet.scale(EDGE + 8, EDGE + 3 * LINE, ticks if same else words, told)
+    sheet.scale(EDGE + 8, above - EDGE - 3 * LINE, ticks if same else words, told)
     top = above
     for (layer, gates), height in zip(strips.items(), heights, strict=True):
         middle = top + (height - GAP) // 2

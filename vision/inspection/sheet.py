@@ -71,6 +71,20 @@ def shortened(text: str, width: int, size: str = "small") -> str:
     return text[:kept].rstrip() + "…" if kept else ""
 
 
+def wrapped(text: str, width: int, most: int, size: str = "small") -> list[str]:
+    """The text on at most so many lines of such a width, broken at spaces; the last shortened."""
+    lines: list[str] = []
+    words = text.split()
+    while words and len(lines) < most - 1:
+        taken = next(
+            (n for n in range(len(words), 1, -1) if text_width(" ".join(words[:n]), size) <= width),
+            1,
+        )
+        lines.append(shortened(" ".join(words[:taken]), width, size))
+        words = words[taken:]
+    return [*lines, shortened(" ".join(words), width, size)] if words else lines
+
+
 class Sheet:
     """White paper for pictures and words; places are (left, top) in pixels.
 

@@ -11,6 +11,7 @@ Shapes: b images, c y x channels, rows and columns.
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -30,7 +31,7 @@ from zoo.layers.check import integer
 from zoo.merge import describe
 
 MOST_STEPS = 12  # columns of over_time.png
-FILES = "step*.safetensors"
+WRITTEN = re.compile(r"(gates_)?step\d{6,}\.(png|safetensors)")
 Seen = dict[str, Any]
 
 
@@ -77,6 +78,7 @@ class TrainingWatch:
         images: At which.
         folder: For pictures and files; made when there is something to write.
         every: Updates between two looks.
+        last: The last update, which is looked at as well.
         main: Whether this process looks; the others do nothing.
         autocast: Makes the context of a forward pass, for its precision.
         report: Is told what was seen.
@@ -91,6 +93,7 @@ class TrainingWatch:
         folder: Path,
         every: int,
         *,
+        last: int | None = None,
         main: bool = True,
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
         report: Report | None = None,
@@ -98,6 +101,7 @@ class TrainingWatch:
     ) -> None:
         self.parts, self.images = parts, images
         self.folder, self.every, self.main = Path(folder), integer("every", every), main
+        self.last = last
         self.autocast, self.report, self.step = autocast, report, step
         self.started, self.shown, self.draws = False, False, True
 
@@ -108,7 +112,7 @@ class TrainingWatch:
         if not self.started:
             self.started = True
             resume(self.folder, self.step, self.report)
-        return {} if step % self.every else self._look(model, step)
+        return self._look(model, step) if step % self.every == 0 or step == self.last else {}
 
     def _look(self, model: nn.Module, step: int) -> dict[str, float]:
         device = next(model.parameters()).device
@@ -145,7 +149,7 @@ class TrainingWatch:
 
     def finish(self) -> None:
         """Draws the pictures over time, of an interrupted and resumed training too."""
-        files = sorted(self.folder.glob(FILES), key=step_of) if self.main else []
+        files = looks_in(self.folder) if self.main else []
         if files:
             kept = spread(min(MOST_STEPS, len(files)), len(files))
             chosen = [files[len(files) - 1 - back] for back in reversed(kept)]
@@ -163,7 +167,7 @@ class TrainingWatch:
 
 def resume(folder: Path, step: int, report: Report | None) -> None:
     """Removes what a watch wrote after a step, and reports what it saw up to it."""
-    for file in [*folder.glob("step*"), *folder.glob("gates_step*")]:
+    for file in [path for path in folder.glob("*step*") if WRITTEN.fullmatch(path.name)]:
         if step_of(file) > step:
             file.unlink()
     if report is not None:
@@ -171,11 +175,17 @@ def resume(folder: Path, step: int, report: Report | None) -> None:
 
 
 def _looks_before(folder: Path) -> Iterator[tuple[int, Seen]]:
-    for file in sorted(folder.glob(FILES), key=step_of):
+    for file in looks_in(folder):
         tensors, told = _load(file, ("look/", "gate/"))
         layers, gates = unpack(tensors)
         seen = {"layers": layers, "gates": gates, "training": told.get("training")}
         yield step_of(file), {**seen, "shares": told.get("shares")}
+
+
+def looks_in(folder: Path) -> list[Path]:
+    """The files of arrays that a watch wrote, in the order of steps."""
+    files = Path(folder).glob("step*.safetensors")
+    return sorted((file for file in files if WRITTEN.fullmatch(file.name)), key=step_of)
 
 
 def step_of(file: Path) -> int:
@@ -188,6 +198,7 @@ def _load(file: Path, prefixes: tuple[str, ...]) -> tuple[dict[str, Tensor], dic
 
     with safe_open(file, framework="pt") as opened:
         told = {name: json.loads(text) for name, text in (opened.metadata() or {}).items()}
+        told |= told.get("told", {})
         names = [name for name in opened.keys() if name.startswith(prefixes)]  # noqa: SIM118
         return {name: opened.get_tensor(name) for name in names}, told
 

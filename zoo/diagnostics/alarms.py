@@ -1,25 +1,27 @@
 """Alarms: what a look during training found wrong, what it comes from and what to try.
 
 `Alarms` keeps count over looks; what is wrong is decided in `alarm_rules`, what to say about it in
-`advice`. An alarm stops nothing.
+`advice`. An alarm stops nothing. All but numbers that are not finite need two looks in a row: a
+single look gives no other alarm.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zoo.diagnostics.advice import advise
+from zoo.diagnostics.advice import Settings, advise
 from zoo.diagnostics.alarm_rules import Finding, Moment, find, largest_scores
 from zoo.diagnostics.looks import GateLook, LayerLook
 from zoo.layers.check import fraction, integer
 
 Key = tuple[str, str, "int | None"]  # kind, layer, head
 
+MOST_NAMES = 8  # of layers, in one text
 AT_ONCE = ("not_finite",)  # the others have to be so at two looks in a row
 
 
@@ -37,6 +39,7 @@ class Alarm:
         message: One sentence with place, value and limit.
         causes: Likeliest first.
         remedies: Options of the recipes to try, in the order of the causes.
+        what: The modality, or the number, where a kind is about several.
     """
 
     kind: str
@@ -48,10 +51,18 @@ class Alarm:
     message: str
     causes: tuple[str, ...]
     remedies: tuple[str, ...]
+    what: str = ""
 
     def __str__(self) -> str:
         """Up to three lines, without an end of line."""
-        lines = [f"step {self.step}: {self.message}"]
+        return self.text()
+
+    def text(self, others: Sequence[str] = ()) -> str:
+        """The same, with the names of other layers of which it is as true."""
+        told = ", ".join(others[:MOST_NAMES]) + (", ..." if len(others) > MOST_NAMES else "")
+        more = f"{len(others)} more layer{'s' if len(others) > 1 else ''}"
+        also = f"; and {more}: {told}" if others else ""
+        lines = [f"step {self.step}: {self.message}{also}"]
         lines += [f"  likely: {'; or '.join(self.causes)}"] if self.causes else []
         lines += [f"  try: {', or '.join(self.remedies)}"] if self.remedies else []
         return "\n".join(lines)
@@ -77,14 +88,17 @@ class Alarm:
 class Alarms:
     """Watches a run: give `check` what was seen at a step, and it answers with the new alarms.
 
-    One alarm a kind, layer and head; what is wrong has to be so at two looks in a row, except for
-    numbers that are not finite.
+    One alarm a kind and layer, whichever of its heads come later; what is wrong has to be so at two
+    looks in a row, except for numbers that are not finite.
 
     Args:
         total_steps: Updates of the whole run: even attention is as it should be at the start. 1
             for looks at a model that is trained.
         attention_dropout: Dropout rate of the attention weights, for the order of the causes.
         dtype: That of the scores in training: how large they may be.
+        flags: The run's options by name, all that its recipe has: causes that they contradict and
+            options that are not there are not named. Without them all are.
+        defaults: The recipe's own, to tell a learning rate that is far from it.
     """
 
     def __init__(
@@ -93,14 +107,17 @@ class Alarms:
         *,
         attention_dropout: float = 0.0,
         dtype: torch.dtype = torch.float32,
+        flags: Mapping[str, Any] | None = None,
+        defaults: Mapping[str, Any] | None = None,
     ) -> None:
         self.total_steps = integer("total_steps", total_steps)
         self.attention_dropout = fraction("attention_dropout", attention_dropout)
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
             raise TypeError(f"dtype ({dtype!r}) must be a floating-point torch.dtype")
         self.dtype = dtype
+        self._settings = Settings(flags or None, defaults or {}, self.attention_dropout)
         self._before: set[Key] = set()  # found at the look before
-        self._told: set[Key] = set()
+        self._told: set[tuple[str, str]] = set()  # kind, layer
         self._training: list[Mapping[str, float]] = []
         self._first_scores: dict[str, Tensor] = {}
 
@@ -108,7 +125,7 @@ class Alarms:
         """Of a resumed run: alarms as `to_json` gave them, which are not given again."""
         for row in rows:
             alarm = Alarm.from_json(row)
-            self._told.add((alarm.kind, alarm.layer, alarm.head))
+            self._told.add((alarm.kind, alarm.layer))
 
     def check(
         self,
@@ -147,21 +164,26 @@ class Alarms:
         )
         found = find(moment)
         known, self._before = self._before, {finding.key for finding in found}
-        new = [f for f in found if self._is_new(f.key, f.kind in AT_ONCE or f.key in known)]
-        self._told |= {finding.key for finding in new}
+        lasting = [f for f in found if f.kind in AT_ONCE or f.key in known]
+        new = [f for f in lasting if (f.kind, f.layer) not in self._told]
+        self._told |= {(finding.kind, finding.layer) for finding in new}
         return [self._alarm(step, group, moment) for group in _by_layer(new)]
-
-    def _is_new(self, key: Key, lasting: bool) -> bool:
-        kind, layer, _ = key
-        return lasting and not {key, (kind, layer, None)} & self._told
 
     def _alarm(self, step: int, group: list[Finding], moment: Moment) -> Alarm:
         worst = max(group, key=lambda finding: finding.severity)
         head = worst.head if len(group) == 1 else None
-        self._told.add((worst.kind, worst.layer, head))
-        message, causes, remedies = advise(group, worst, moment, self.attention_dropout)
+        message, causes, remedies = advise(group, worst, moment, self._settings)
         return Alarm(
-            worst.kind, step, worst.layer, head, worst.value, worst.limit, message, causes, remedies
+            worst.kind,
+            step,
+            worst.layer,
+            head,
+            worst.value,
+            worst.limit,
+            message,
+            causes,
+            remedies,
+            worst.what,
         )
 
 
@@ -171,3 +193,16 @@ def _by_layer(findings: list[Finding]) -> list[list[Finding]]:
     for finding in findings:
         groups.setdefault((finding.kind, finding.layer), []).append(finding)
     return list(groups.values())
+
+
+def blocks(alarms: Sequence[Alarm]) -> list[str]:
+    """Alarms of one step as text: one block a kind, with the first layer's numbers and the others'
+    names; without the large scores of layers of which it is said that they may soon be infinite.
+    """
+    overflowing = {a.layer for a in alarms if a.kind == "nan_ahead"} - {""}
+    groups: dict[tuple[str, bool, str], list[Alarm]] = {}
+    for alarm in alarms:
+        if alarm.kind != "large_logits" or alarm.layer not in overflowing:
+            key = alarm.kind, not alarm.layer, alarm.what
+            groups.setdefault(key, []).append(alarm)
+    return [first.text([a.layer for a in others]) for first, *others in groups.values()]

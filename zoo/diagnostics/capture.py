@@ -14,6 +14,7 @@ from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 from zoo.diagnostics.foreign_attention import find_foreign_attention, unknown_attention
 from zoo.layers.check import integer
@@ -25,7 +26,7 @@ Some = TypeVar("Some")
 
 KINDS = {"weights": "attention", "logits": "attention with scores", "outputs": "attention"}
 
-_WRAPPERS = {"module", "_orig_mod"}  # parallel and compiled models
+_WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel, AveragedModel)  # have a `module`
 
 
 class Observable(Protocol):
@@ -98,8 +99,9 @@ def attention_of(model: nn.Module, what: str = "weights") -> dict[str, Attention
     taps: dict[str, Attention] = {
         name: tap for name, tap in taps_of(model, "attention").items() if name not in without
     }
+    name = layer_names(model)
     for path, found in find_foreign_attention(model).items():
-        taps[layer_name(path) or type(found.module).__name__] = found
+        taps[name(path) or type(found.module).__name__] = found
     return taps
 
 
@@ -130,8 +132,9 @@ class _Part:
 
 def _without_scores(model: nn.Module) -> dict[str, str]:
     """Layers of a kind whose weights are no softmax of scores, and that kind."""
+    name = layer_names(model)
     return {
-        layer_name(f"{path}.tap".lstrip(".")): core.kind
+        name(f"{path}.tap".lstrip(".")): core.kind
         for path, module in model.named_modules()
         if isinstance(core := getattr(module, "core", None), Core) and not core.scores
     }
@@ -188,23 +191,39 @@ def capture(
 
 def taps_of(model: nn.Module, kind: str) -> dict[str, Tap]:
     """The taps of one kind, by the names of the modules that have them."""
+    name = layer_names(model)
     return {
-        layer_name(path): module
+        name(path): module
         for path, module in model.named_modules()
         if isinstance(module, Tap) and module.kind == kind
     }
 
 
-def layer_name(path: str) -> str:
-    """`module.blocks.0.attn.tap` -> `blocks.0.attn`"""
-    parts = [part for part in path.split(".") if part not in _WRAPPERS]
-    return ".".join(parts[:-1] if parts[-1] == "tap" and len(parts) > 1 else parts)
+def layer_names(model: nn.Module) -> Callable[[str], str]:
+    """From a path in a model to the name of the layer: `module.blocks.0.attn.tap`, `blocks.0.attn`.
+
+    Wrappers of parallel, averaged and compiled models are left out, and a tap's own name.
+    """
+    wrapped = set()
+    for path, module in model.named_modules():
+        inner = "_orig_mod" if hasattr(module, "_orig_mod") else "module"
+        if inner == "_orig_mod" or isinstance(module, _WRAPPERS):
+            wrapped.add(f"{path}.{inner}".lstrip("."))
+
+    def name(path: str) -> str:
+        parts = path.split(".")
+        kept = [part for i, part in enumerate(parts) if ".".join(parts[: i + 1]) not in wrapped]
+        return ".".join(kept[:-1] if kept[-1:] == ["tap"] and len(kept) > 1 else kept)
+
+    return name
 
 
 def _matching(
     taps: Mapping[str, Some], layers: str | Sequence[str], kind: str, unknown: Callable[[], str]
 ) -> dict[str, Some]:
     patterns = [layers] if isinstance(layers, str) else list(layers)
+    if not patterns:
+        raise ValueError(f"layers is empty; there is {list(taps)}")
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in taps):
             there = f"; there is {list(taps)}" if taps else ": the model has none"

@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +28,6 @@ from torch.utils.hooks import RemovableHandle
 from zoo.diagnostics.foreign_reader import Reader, heads_of, split
 from zoo.diagnostics.foreign_scores import reader_of
 from zoo.layers.tap import Observer, Tap
-
-Hook = TypeVar("Hook", bound=Callable[..., None])
 
 
 class ForeignAttention:
@@ -60,9 +58,9 @@ class ForeignAttention:
         refuse_compiled(f"the {what} of {type(self.module).__name__}", self.compiled)
         tap, seen = Tap(), _Seen(grad)
 
-        @untraced_hook
         def show(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
             parts, seen.parts = seen.parts, {}
+            refuse_nested(module, (*args, *kwargs.values()))
             if module is self.module or getattr(module, "_is_replica", False):  # no deep copy
                 tap.show(what, partial(self._compute, what, module, parts, args, kwargs))
 
@@ -72,7 +70,7 @@ class ForeignAttention:
             stack.enter_context(tap.observe(callback, what, grad=grad))
             for handle in self._listen(what, seen):
                 stack.callback(handle.remove)
-            handle = self.module.register_forward_hook(show, with_kwargs=True)
+            handle = self.module.register_forward_hook(UntracedHook(show), with_kwargs=True)
             stack.callback(handle.remove)
             yield
 
@@ -80,11 +78,11 @@ class ForeignAttention:
         """Hooks on the parts that are needed for it."""
         takes = self.reader.takes_outputs(self.module)
         if what == "outputs" and takes is not None:
-            yield takes.register_forward_pre_hook(untraced_hook(seen.keep_input))
+            yield takes.register_forward_pre_hook(UntracedHook(seen.keep_input))
             return
         for name in self.reader.parts:
             if isinstance(part := getattr(self.module, name), nn.Module):
-                yield part.register_forward_hook(untraced_hook(seen.keeper(name)))
+                yield part.register_forward_hook(UntracedHook(seen.keeper(name)))
 
     def _compute(
         self, what: str, module: nn.Module, parts: dict[str, Tensor], args: Any, kwargs: Any
@@ -136,9 +134,42 @@ def refuse_compiled(what: str, compiled: bool) -> None:
         )
 
 
-def untraced_hook(hook: Hook) -> Hook:
-    """A compiled model runs the hook, but does not trace it."""
-    return torch.compiler.disable(hook) if "torch._dynamo" in sys.modules else hook
+def refuse_nested(module: nn.Module, values: Iterable[Any]) -> None:
+    """For what is computed from tensors of one shape.
+
+    Raises:
+        ValueError: one of the values is a nested tensor.
+    """
+    if any(isinstance(value, Tensor) and value.is_nested for value in values):
+        raise ValueError(
+            f"{type(module).__name__} is called with nested tensors, of which nothing can be "
+            "captured: call it with padded ones and key_padding_mask"
+        )
+
+
+class UntracedHook:
+    """A hook that a compiled model runs, but does not trace; in copies and pickles it does nothing.
+
+    Args:
+        hook: What it calls.
+    """
+
+    def __init__(self, hook: Callable[..., None]) -> None:
+        self.hook = torch.compiler.disable(hook) if "torch._dynamo" in sys.modules else hook
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        self.hook(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _silent_hook, ()
+
+
+def _silent_hook() -> Callable[..., None]:
+    return _do_nothing
+
+
+def _do_nothing(*args: Any, **kwargs: Any) -> None:
+    """What is left of a hook in a copy of its model."""
 
 
 @contextmanager

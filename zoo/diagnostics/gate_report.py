@@ -177,7 +177,8 @@ def _draw_layer(
 def _title(group: str, name: str, moments: GateMoments) -> str:
     found = moments.statistics()
     head = group if group == name else f"{group}: {name}"
-    return f"{head}\nsaturated {found.saturation:.0%}, by class {found.class_dependence:.0%}"
+    shut = f"{found.saturation:.0%} of gates at an end of their range"
+    return f"{head}\n{shut}\n{found.class_dependence:.0%} of their variance told by the class"
 
 
 def _label(figure: Any, panels: Any, drawn: int, classes: int) -> None:

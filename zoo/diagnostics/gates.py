@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zoo.diagnostics.capture import Observable, Records, capture, layer_name
+from zoo.diagnostics.capture import Observable, Records, capture, layer_names
 from zoo.diagnostics.foreign_gates import find_foreign_gate
 from zoo.layers.check import integer
 from zoo.layers.tap import Tap
@@ -223,12 +223,13 @@ def _gates(model: nn.Module) -> dict[str, tuple[Observable, Range | None]]:
     taps = {path for path, m in modules.items() if isinstance(m, Tap) and m.kind == "gate"}
     layers = tuple(path[: path.rfind(".") + 1] for path in taps)
     gates: dict[str, tuple[Observable, Range | None]] = {}
+    name = layer_names(model)
     for path, module in modules.items():
         if path in taps and isinstance(module, Tap):
             limits = _limits(modules[path.rpartition(".")[0]], module)
-            gates[layer_name(path)] = (module, limits)
+            gates[name(path)] = (module, limits)
         elif not f"{path}.".startswith(layers) and (found := find_foreign_gate(module)):
-            own = layer_name(f"{path}.{found.name}".lstrip("."))
+            own = name(f"{path}.{found.name}".lstrip("."))
             gates[own.rpartition(".")[0] or own] = (found, found.gate_range)
     return gates
 

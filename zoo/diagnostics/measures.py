@@ -35,13 +35,13 @@ def entropy(weights: Tensor, *, normalized: bool = False, mask: MaskLike = None)
             one that may see a single key has 0.
     """
     weights = checked(weights)
-    found = torch.special.entr(weights).sum(-1)
+    found = torch.special.entr(weights).sum(-1).clamp(min=0)  # rounding
     keys = visible_keys(weights, mask).sum(-1)  # b h i
     if not normalized:
         return found
     if weights.shape[-1] < 2:
         raise ValueError(f"weights {tuple(weights.shape)} need 2 keys or more to be normalised")
-    return found / keys.clamp(min=2).to(weights.dtype).log()
+    return (found / keys.clamp(min=2).to(weights.dtype).log()).clamp(max=1)
 
 
 def diagonal_share(weights: Tensor, width: int = 0) -> Tensor:

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zoo.diagnostics.capture import Observable, Records, capture, layer_name
+from zoo.diagnostics.capture import Observable, Records, capture, layer_names
 from zoo.diagnostics.foreign_attention import (
+    UntracedHook,
     compiled_paths,
     encoder_paths,
     find_foreign_attention,
     no_fast_path,
     refuse_compiled,
-    untraced_hook,
     within,
 )
 from zoo.layers.tap import Observer, Tap
@@ -78,7 +78,7 @@ class _Block:
         refuse_compiled(f"the norms of {type(self.module).__name__}", self.compiled)
         tap = Tap("norms")
 
-        @untraced_hook
+        @UntracedHook
         def show(module: nn.Module, args: Any, output: Any) -> None:
             if module is self.module or getattr(module, "_is_replica", False):  # no deep copy
                 tap.record(lambda: self._norms(output))
@@ -110,8 +110,9 @@ def _find_blocks(model: nn.Module) -> dict[str, Observable]:
         if block is not None:
             paths.setdefault(block, []).append(modules[path])
     compiled, encoders = compiled_paths(model), encoder_paths(model)
+    name = layer_names(model)
     return {
-        layer_name(path): _Block(
+        name(path): _Block(
             modules[path],
             compiled=within(path, compiled),
             in_encoder=within(path, encoders),

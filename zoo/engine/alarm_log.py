@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from zoo.diagnostics.alarms import Alarm, Alarms
+from zoo.diagnostics.alarms import Alarm, Alarms, blocks
 from zoo.diagnostics.looks import GateLook, LayerLook
 from zoo.engine.batches import BatchPlan
 from zoo.engine.checkpoint import write_atomically
@@ -23,8 +23,9 @@ DTYPES = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 class AlarmLog:
     """Takes what was seen at a step, on the main process.
 
-    A resumed run tells no alarm twice: rows of alarms.jsonl up to its step are kept, later ones
-    dropped, as those of metrics.jsonl are.
+    Each alarm is a row of alarms.jsonl; those of one kind and step are printed as one. All but
+    numbers that are not finite need two looks in a row. A resumed run tells no alarm twice: rows up
+    to its step are kept, later ones dropped, as those of metrics.jsonl are.
 
     Args:
         run: Its folder, options and how to stop it.
@@ -36,10 +37,13 @@ class AlarmLog:
         options, world = run.options, run.accelerator.num_processes
         plan = BatchPlan(num_samples, options.batch_size, options.grad_accumulation, world)
         self.run, self.path = run, run.folder / "alarms.jsonl"
+        self.total = options.epochs * plan.updates_per_epoch
         self.alarms = Alarms(
-            options.epochs * plan.updates_per_epoch,
+            self.total,
             attention_dropout=attention_dropout,
             dtype=DTYPES.get(run.accelerator.mixed_precision, torch.float32),
+            flags=options.to_json(),
+            defaults=type(options)().to_json(),
         )
 
     def resume(self, step: int, before: Iterable[tuple[int, Mapping[str, Any]]] = ()) -> None:
@@ -65,20 +69,21 @@ class AlarmLog:
         gates: Mapping[str, GateLook] | None = None,
         shares: Mapping[str, Mapping[str, float]] | None = None,
     ) -> None:
-        for alarm in self.alarms.check(step, layers, gates, shares, self.training):
-            self._tell(alarm)
+        if found := self.alarms.check(step, layers, gates, shares, self.training):
+            self._tell(found)
 
     @property
     def training(self) -> dict[str, float]:
         """Loss and gradient norm of the last update that is known."""
         return self.run.last
 
-    def _tell(self, alarm: Alarm) -> None:
+    def _tell(self, alarms: Sequence[Alarm]) -> None:
         from tqdm import tqdm
 
         with self.path.open("a") as file:
-            file.write(json.dumps(alarm.to_json()) + "\n")
-        tqdm.write(f"alarm at {alarm}", file=sys.stderr)  # above a progress bar
+            file.writelines(json.dumps(alarm.to_json()) + "\n" for alarm in alarms)
+        for text in blocks(alarms):
+            tqdm.write(f"alarm at {text}", file=sys.stderr)  # above a progress bar
         if self.run.options.stop_on_alarm:
             self.run.stop("alarm")
 
@@ -91,13 +96,14 @@ def watch_options(run: Run, model: nn.Module, num_samples: int) -> dict[str, Any
         model: That is trained.
         num_samples: Training samples.
     """
-    dropout = attention_dropout(model)
+    report = AlarmLog(run, num_samples, attention_dropout=attention_dropout(model))
     return {
         "folder": run.folder / "attention",
         "every": run.options.save_attention_every,
+        "last": report.total,
         "main": run.accelerator.is_main_process,
         "autocast": run.accelerator.autocast,
-        "report": AlarmLog(run, num_samples, attention_dropout=dropout),
+        "report": report,
         "step": run.resumed_step,
     }
 

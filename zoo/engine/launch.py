@@ -6,6 +6,7 @@ import ctypes
 import os
 import shlex
 import sys
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -144,13 +145,15 @@ def launch_words(processes: int, precision: str, *, cpu: bool) -> list[str]:
     return [*settings, "torchrun", "--nproc_per_node", str(processes)]
 
 
-def resume_command(out: str, processes: int) -> str:
-    """The command line that continues this run."""
+def resume_command(out: str, processes: int, without: Collection[str] = ()) -> str:
+    """The command line that continues this run, without some of its switches."""
     words, skip = [], False
     for word in sys.argv[1:]:
         head = word.split("=")[0]
         if skip or head in ("--out", "--resume"):
             skip = not skip and "=" not in word
+            continue
+        if word in without:
             continue
         words.append(word)
     launcher = launch_words(

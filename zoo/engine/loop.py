@@ -159,9 +159,10 @@ def fit(
         run.close()
     run.accelerator.end_training()
     if status != "completed":
+        alarm = run.stop_reason and " What an alarm advises needs a new run, with another --out."
         training.progress.say(
             f"{status.replace('interrupted', 'stopped')} at step {training.position.step}; "
-            f"everything is saved. Continue with:\n  {run.resume_command}"
+            f"everything is saved.{alarm} Continue with:\n  {run.resume_command}"
         )
         sys.exit(run.exit_code)
     training.progress.say(_closing(training, best))

@@ -74,10 +74,12 @@ class TrainOptions:
     keep: int = 2
     """Checkpoints to keep, besides the best."""
     save_attention_every: int = 0
-    """Updates between looks inside, at fixed validation samples: maps in attention/, numbers in
-    metrics.jsonl, warnings in alarms.jsonl; 0 never looks."""
+    """Updates between looks inside, at fixed validation samples, the last update included: maps in
+    attention/, numbers in metrics.jsonl, warnings in alarms.jsonl (of most kinds after two looks);
+    0 never looks."""
     stop_on_alarm: bool = False
-    """Stop and save at the first of those warnings, with exit code 3; --resume goes on."""
+    """Stop and save at the first of those warnings, with exit code 3 (launchers make 1 of it);
+    --resume auto goes on as it is, without this flag; a remedy is a new run."""
     report: bool = True
     """At the end, write samples/ of what the model says and report.html."""
 

@@ -72,7 +72,8 @@ class Run:
 
     @property
     def resume_command(self) -> str:
-        return resume_command(str(self.folder), self.accelerator.num_processes)
+        stopped = ("--stop-on-alarm",) if self.stop_reason else ()
+        return resume_command(str(self.folder), self.accelerator.num_processes, stopped)
 
     def stopping(self) -> bool:
         """Whether this process was asked to stop."""

@@ -78,6 +78,7 @@ class Chart:
         x, y: The bounds of both axes; of a logarithmic one their logarithms to base 10.
         x_ticks, y_ticks: Places in per cent from left and from top, with their text.
         log: Whether the vertical axis is logarithmic.
+        least, greatest: Of the numbers themselves; `x` and `y` have a margin around them.
         ordered: Whether the series have an order, such as layers, which their colours show.
     """
 
@@ -85,10 +86,21 @@ class Chart:
     lines: tuple[Line, ...]
     x: Scale
     y: Scale
+    least: float
+    greatest: float
     x_ticks: tuple[tuple[str, str], ...]
     y_ticks: tuple[tuple[str, str], ...]
     log: bool = False
     ordered: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(line.name for line in self.lines)
+
+    @property
+    def lone(self) -> bool:
+        """Whether each series has one point only, and nothing is to be drawn."""
+        return all(" " not in line.points for line in self.lines)
 
     @property
     def told(self) -> str:
@@ -129,6 +141,8 @@ def chart(
         tuple(lines),
         x,
         y,
+        min(values),
+        max(values),
         tuple((x.at(tick), number(tick)) for tick in x.ticks(5)),
         tuple((f"{100 - 100 * y.share(tick):.2f}%", text) for tick, text in ticks),
         log,

@@ -226,6 +226,7 @@ function start() {
     const failure = document.getElementById("failure");
     failure.textContent = text;
     failure.hidden = false;
+    document.querySelectorAll(".loading").forEach((word) => word.remove());
   };
   addEventListener("unhandledrejection", (event) => fail(`Nothing can be shown: ${event.reason}`));
   addEventListener("error", (event) => fail(`Nothing can be shown: ${event.message}`));

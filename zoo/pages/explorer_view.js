@@ -12,6 +12,24 @@ function element(tag, properties = {}, ...children) {
   return made;
 }
 
+// What tells layers apart: without the parts with which all names begin and end, where these are
+// long, and else without a part in the middle.
+function shortNames(names, most = 24) {
+  if (Math.max(...names.map((name) => name.length)) <= most) return names;
+  const split = names.map((name) => name.split("."));
+  const least = Math.min(...split.map((parts) => parts.length)) - 1;
+  const shared = (at) => split.every((parts) => parts.at(at) === split[0].at(at));
+  let [head, tail] = [0, 0];
+  if (names.length > 1) {
+    while (head < least && shared(head)) head++;
+    while (tail < least - head && shared(-1 - tail)) tail++;
+  }
+  return split.map((parts) => {
+    const name = parts.slice(head, parts.length - tail).join(".");
+    return name.length <= most ? name : `${name.slice(0, 9)}…${name.slice(10 - most)}`;
+  });
+}
+
 class View {
   constructor(root, model, page) {
     Object.assign(this, { root, model, page, pictures: new Map() });
@@ -22,8 +40,12 @@ class View {
       ),
     );
     this.context = this.parts.view.getContext("2d");
-    model.layers.forEach((layer, n) => {
-      this.parts.layer.append(element("option", { value: n, textContent: `${n}  ${layer.name}` }));
+    // Rollout, which comes last, has no numbers.
+    this.counted = model.layers.filter((layer) => layer.name !== "rollout").length;
+    const names = shortNames(model.layers.slice(0, this.counted).map(({ name }) => name));
+    model.layers.forEach(({ name }, n) => {
+      const textContent = `${n}  ${names[n] || name}`;
+      this.parts.layer.append(element("option", { value: n, textContent, title: name }));
     });
     this.layer = Math.max(0, model.layers.findLastIndex((layer) => layer.name !== "rollout"));
     this.head = MEAN;
@@ -31,8 +53,6 @@ class View {
     const pick = (row, column) => page.choose(this, row, column);
     this.atlas = new Atlas(find("atlas"), model.layers.length, heads, pick);
     this.atlas.canvas.addEventListener("keydown", (event) => this.walk(event));
-    // Rollout, which comes last, has no numbers.
-    this.counted = model.layers.filter((layer) => layer.name !== "rollout").length;
     this.matrices = model.measures.map((measure) => this.measured(measure, heads, pick));
     this.alike = this.likeness(heads);
     this.parts.layer.onchange = () => page.choose(this, +this.parts.layer.value, this.head);

@@ -71,6 +71,11 @@ class RunRecord:
         """Updates between two looks at attention; 0 for none."""
         return int(self.options.get("save_attention_every") or 0)
 
+    @property
+    def looks(self) -> int:
+        """Rows with numbers of a look at attention or gates."""
+        return sum(any(name.startswith(("attn/", "gates/")) for name in row) for row in self.rows)
+
     @cached_property
     def series(self) -> dict[str, list[tuple[float, float]]]:
         """Name of a number -> (step, value), in the order in which names appear."""

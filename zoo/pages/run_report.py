@@ -23,7 +23,7 @@ from zoo.pages.pictures import Picture, embedded
 from zoo.pages.run_curves import attention_curves, training_curves
 from zoo.pages.run_facts import classes, facts, metrics, shown, status, title
 from zoo.pages.run_record import RunRecord
-from zoo.pages.style import SORTING, STYLE
+from zoo.pages.style import KEY, SCROLLING, SORTING, STYLE
 
 REPORT = "report.html"
 THUMBNAIL = 24_000  # bytes of a sample
@@ -90,9 +90,9 @@ def as_html(record: RunRecord) -> str:
     )
     pages.filters["number"] = shown
     pages.filters["value"] = _value
-    return pages.from_string(_part("html")).render(
+    return pages.from_string(KEY + _part("html")).render(
         style=STYLE + _part("css"),
-        script=SORTING + _part("js"),
+        script=SORTING + SCROLLING + _part("js"),
         record=record,
         title=title(record),
         status=status(record),

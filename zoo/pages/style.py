@@ -1,7 +1,8 @@
 """What all pages share: their look (light, dark, narrow, printed) and how their tables sort.
 
-`STYLE` is CSS for a page's `<style>`, `SORTING` JavaScript for its `<script>`. Both load nothing,
-and hold nothing that a jinja2 template would take for its own.
+`STYLE` is CSS for a page's `<style>`, `SORTING` and `SCROLLING` are JavaScript for its `<script>`.
+They load nothing, and hold nothing that a jinja2 template would take for its own. `KEY` is a jinja2
+macro for the legend of many lines that have an order.
 """
 
 STYLE = """\
@@ -35,6 +36,18 @@ p, .soft { max-width: 48rem; }
 .better { color: var(--better); } .worse { color: var(--worse); } .open { color: var(--open); }
 :focus-visible { outline: 2px solid var(--better); outline-offset: 2px; }
 .scroll { overflow-x: auto; }
+.scroll[data-more~=right] { --end: transparent; } .scroll[data-more~=left] { --start: transparent; }
+.scroll[data-more] {
+  mask-image: linear-gradient(to right, var(--start, #000), #000 1.6rem, #000 calc(100% - 1.6rem),
+    var(--end, #000));
+}
+.aside { display: block; font-size: .8rem; color: var(--soft); margin: .1rem 0; }
+.aside[hidden] { display: none; }
+.legend .range {
+  display: inline-block; width: 4rem; height: .3rem; border-radius: 1px; margin: 0 .35rem;
+  vertical-align: .12em; print-color-adjust: exact; -webkit-print-color-adjust: exact;
+  background: linear-gradient(to right in oklch longer hue, var(--better), var(--worse));
+}
 table { border-collapse: separate; border-spacing: 0; font-size: .9rem; }
 th, td { padding: .3rem .7rem; text-align: right; border-bottom: 1px solid var(--line); }
 th { vertical-align: bottom; font-weight: 600; }
@@ -42,7 +55,7 @@ td { white-space: nowrap; }
 td, .values { font-variant-numeric: tabular-nums; }
 th:first-child, td:first-child {
   text-align: left; position: sticky; left: 0; background: var(--page); max-width: 14rem;
-  white-space: normal; overflow-wrap: anywhere; min-width: 10.5rem;
+  white-space: normal; overflow-wrap: break-word; hyphens: manual; min-width: 10.5rem;
 }
 th button { all: unset; cursor: pointer; font-weight: 600; }
 th button:focus-visible { outline: 2px solid var(--better); }
@@ -71,8 +84,10 @@ dt { color: var(--soft); overflow-wrap: anywhere; } dd { margin: 0; overflow-wra
 dd code { font-size: .85rem; }
 summary { cursor: pointer; }
 details img, section > img { width: 100%; max-width: 60rem; background: #ffffff; }
+@media print { .scroll[data-more] { mask-image: none; } .aside { display: none; } }
 @media (max-width: 44rem) {
   dl { grid-template-columns: 1fr; } dd { margin-bottom: .5rem; }
+  th:first-child, td:first-child { min-width: 6rem; max-width: 8.5rem; }
 }
 """
 
@@ -95,4 +110,33 @@ for (const th of document.querySelectorAll("thead th")) {
     body.append(...[...body.rows].sort((a, b) => (up ? order(a, b) : order(b, a))));
   };
 }
+"""
+
+SCROLLING = """\
+for (const box of document.querySelectorAll(".scroll")) {
+  const hint = document.createElement("small");
+  hint.className = "aside";
+  hint.textContent = "\u2194 wider than the screen: scroll sideways";
+  hint.hidden = true;
+  box.before(hint);
+  const look = () => {
+    const more = box.scrollWidth - box.clientWidth;
+    const sides = [box.scrollLeft > 2 && "left", box.scrollLeft < more - 2 && "right"];
+    const text = sides.filter(Boolean).join(" ");
+    if (text) box.dataset.more = text;
+    else delete box.dataset.more;
+    hint.hidden = more <= 2;
+  };
+  box.addEventListener("scroll", look, { passive: true });
+  addEventListener("resize", look);
+  addEventListener("load", look);
+  look();
+}
+"""
+
+KEY = """\
+{% macro key(names) %}
+<span class="legend">{{ names | length }} lines, from {{ names[0] }}<i class="range"></i>to
+{{ names[-1] }}</span>
+{%- endmacro %}
 """

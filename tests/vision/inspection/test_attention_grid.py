@@ -10,7 +10,15 @@ import torch
 from PIL import Image
 
 from vision.inspection.attention_grid import TIMES, draw_grid, draw_over_time, layer_labels, over
-from vision.inspection.sheet import PAPER, Sheet, coloured, fitted, shortened, text_width
+from vision.inspection.sheet import (
+    PAPER,
+    Sheet,
+    coloured,
+    fitted,
+    shortened,
+    text_width,
+    wrapped,
+)
 
 GREY_SHARE = 0.25  # of the image in what is drawn
 
@@ -126,6 +134,28 @@ def test_texts_are_cut_to_their_room():
     assert cut.endswith("…")
     assert text_width(cut) <= 50
     assert shortened("word", 3) == ""
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 9])
+def test_texts_are_broken_at_spaces(most):
+    text = "class Smileys & Emotion found Travel & Places"
+    lines = wrapped(text, 120, most)
+    assert len(lines) <= most
+    assert all(text_width(line) <= 120 for line in lines)
+    whole = " ".join(lines)
+    assert whole == text if most == 9 else text.startswith(whole.rstrip("…"))
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+def test_what_was_found_stands_beside_its_image(tmp_path, monkeypatch, heads):
+    written = []
+    monkeypatch.setattr(Sheet, "write", lambda self, text, *place, **how: written.append(text))
+    maps = {"a.attn": torch.full((2, heads, 2, 2), 0.25)}
+    names = [f"image {n}\nclass Smileys & Emotion, found Travel & Places" for n in range(2)]
+    draw_grid(tmp_path / "grid.png", pixels(2), maps, title="t", names=names)
+    text = " ".join(written)
+    assert text.count("class Smileys & Emotion") == 2
+    assert text.count("found Travel & Places") == 2
 
 
 def test_without_matplotlib_the_error_names_the_file(tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 import vision  # noqa: F401  its models are registered
 import zoo
 from vision.inspection.explorer import ROLLOUT, explore
-from vision.inspection.explorer_panel import classified, health, measures, panel_of
+from vision.inspection.explorer_panel import classified, health, measures, of_run, panel_of
 from vision.predict import inputs_of
 from zoo.card import ModelCard, Preprocessing
 from zoo.diagnostics import capture_attention, entropy, head_similarity, rollout
@@ -145,7 +146,7 @@ def test_a_model_without_attention_is_refused(name: str) -> None:
         explore(model, pixels_for(model, 1))
 
 
-def test_even_attention_of_a_trained_model_is_an_alarm() -> None:
+def test_even_attention_of_a_trained_model_is_an_alarm(tmp_path: Path) -> None:
     model = ours()
     with torch.no_grad():
         for block in model.blocks:
@@ -153,6 +154,10 @@ def test_even_attention_of_a_trained_model_is_an_alarm() -> None:
     found = explore(model, pixels_for(model, 1))
     assert {alarm.kind for alarm in found.alarms} == {"uniform"}
     assert panel_of(found, [], {}).alarms[0]["step"] is None
+    assert panel_of(found, [], {}).alarms[0]["remedies"]
+    without_run = of_run(panel_of(found, [], {}), tmp_path).alarms
+    assert [alarm["message"] for alarm in without_run] == [each.message for each in found.alarms]
+    assert not any(alarm["remedies"] for alarm in without_run)
 
 
 def test_measures_have_a_number_for_each_head() -> None:

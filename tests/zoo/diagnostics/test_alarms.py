@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from zoo.diagnostics.alarm_rules import RULES, Moment, find
-from zoo.diagnostics.alarms import Alarm, Alarms
+from zoo.diagnostics.alarms import Alarm, Alarms, blocks
 from zoo.diagnostics.looks import GateLook, LayerLook, look_at_layer
 
 B, H, N = 2, 3, 8
@@ -154,19 +154,16 @@ def test_what_is_not_finite_is_told_at_once():
     assert "loss is inf" in alarm.message
 
 
-def test_heads_of_a_layer_make_one_alarm_and_later_ones_their_own():
-    sharp, other = one_key(0.97, torch.arange(N)), varied()
-    first, all_heads = other.clone(), Alarms(100)
+def test_heads_of_a_layer_make_one_alarm_and_later_ones_none():
+    sharp, first = one_key(0.97, torch.arange(N)), varied()
     first[:, 1] = sharp[:, 1]
-    alarms = Alarms(100)
+    alarms, all_heads = Alarms(100), Alarms(100)
     alarms.check(20, {"a": look(first)})
     (one,) = alarms.check(21, {"a": look(first)})
     assert (one.kind, one.head) == ("stiff", 1)
     assert "a, head 1:" in one.message
-    alarms.check(22, {"a": look(sharp)})
-    (rest,) = alarms.check(23, {"a": look(sharp)})
-    assert rest.head is None
-    assert "a, heads 0, 2:" in rest.message
+    for step in range(22, 26):
+        assert not alarms.check(step, {"a": look(sharp)})
     all_heads.check(22, {"a": look(sharp)})
     (together,) = all_heads.check(23, {"a": look(sharp)})
     assert together.head is None
@@ -215,15 +212,42 @@ def test_every_kind_reads_well_and_survives_json():
         assert again.to_json() == alarm.to_json()
 
 
-def test_the_order_of_causes_follows_what_is_known():
-    """First the range of the values, then the regularisation, which is named where it is high."""
-    for dropout, named in ((0.1, False), (0.5, True)):
-        alarms = Alarms(1, attention_dropout=dropout)
-        seen = {"a": look(torch.full((B, H, N, N), 1 / N), 0.02)}
-        alarm = [*alarms.check(1, seen), *alarms.check(1, seen)][0]
-        assert "divided by too much (they lie in -0.02 to 0.02)" in alarm.causes[0]
-        assert (alarm.causes[1] == "attention dropout (0.5) is high") is named
-        assert ("--attn-drop 0.1" in alarm.remedies) is named
+def twice(alarms: Alarms, step: int = 80, **seen) -> list[Alarm]:
+    return [*alarms.check(step, **seen), *alarms.check(step, **seen)]
+
+
+def test_a_trained_model_is_not_told_of_a_run():
+    (alarm,) = twice(Alarms(1), 1, layers={"a": EVEN})
+    assert "of the run" not in alarm.message
+    assert "untrained" in alarm.causes[0]
+    (alarm,) = twice(Alarms(1), 1, layers={"a": EVEN, "b": HEALTHY})
+    assert not any("untrained" in cause for cause in alarm.causes)
+    (alarm,) = twice(Alarms(100), layers={"a": EVEN})
+    assert alarm.message.endswith("past half of the run")
+    assert not any("untrained" in cause for cause in alarm.causes)
+
+
+def test_blocks_say_once_what_is_true_of_several_layers():
+    layers = {name: look(varied(), 2e4) for name in "abc"}
+    layers["d"] = look(varied(), 2e3)
+    found = twice(Alarms(100), layers=layers, training={"loss": 1.0})
+    assert [alarm.kind for alarm in found] == ["large_logits"] * 4 + ["nan_ahead"] * 3
+    large, ahead = blocks(found)
+    assert large == str(found[3]), "of the others nan_ahead says it"
+    assert "2e+04" in ahead
+    assert "; and 2 more layers: b, c\n" in ahead
+    assert ahead.count("likely:") == ahead.count("try:") == 1
+    assert blocks(found[:1]) == [str(found[0])]
+    assert blocks([]) == []
+
+
+def test_blocks_keep_apart_what_differs():
+    shares = {"a": {"text": 0.0, "image": 1.0}, "b": {"text": 1.0, "image": 0.0}}
+    assert len(blocks(twice(Alarms(100), shares=shares))) == 2
+    many = {f"layer{i}": EVEN for i in range(30)}
+    (text,) = blocks(twice(Alarms(100), layers=many))
+    assert "and 29 more layers: layer1, " in text
+    assert "layer29" not in text
 
 
 def test_bad_arguments():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -752,4 +753,58 @@ def test_patterns_that_match_nothing_list_the_names() -> None:
         pytest.raises(ValueError, match=r"'block\.\*' matches no .*'blocks\.0\.attn', 'blocks\.1"),
         capture_attention(VisionTransformer(**SMALL), "block.*"),
     ):
+        pass
+
+
+class Named(nn.Module):
+    """Two layers, one of them below a part of its own that is called as wrappers call theirs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        inner = nn.ModuleDict({"attn": nn.MultiheadAttention(8, 2, batch_first=True)})
+        self.parts = nn.ModuleDict(
+            {"module": inner, "attn": nn.MultiheadAttention(8, 2, batch_first=True)}
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.parts["module"]["attn"](x, x, x)[0]
+        return self.parts["attn"](x, x, x)[0]
+
+
+def test_only_wrappers_are_left_out_of_names() -> None:
+    x, own = torch.randn(1, 3, 8), ["parts.module.attn", "parts.attn"]
+    for model in (Named(), nn.DataParallel(Named())):
+        with capture_attention(model) as records:
+            model(x)
+        assert list(records) == own
+    alone = nn.DataParallel(nn.MultiheadAttention(8, 2, batch_first=True))
+    with capture_attention(alone) as records:
+        alone(x, x, x)
+    assert list(records) == ["MultiheadAttention"]
+
+
+def test_copies_and_pickles_made_while_capturing_have_no_recorder() -> None:
+    model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1).eval()
+    images = torch.randn(1, 3, 32, 32)
+    with capture_attention(model) as records:
+        twins = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+        expected = model(images)
+        for twin in twins:
+            assert torch.equal(twin(images), expected)
+    assert [len(layer) for layer in records.values()] == [1]
+    assert torch.equal(pickle.loads(pickle.dumps(twins[0]))(images), expected)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_are_refused_by_name() -> None:
+    model = nn.MultiheadAttention(8, 2, batch_first=True).eval()
+    x = torch.nested.nested_tensor([torch.randn(3, 8), torch.randn(5, 8)])
+    refused = pytest.raises(ValueError, match="MultiheadAttention is called with nested tensors")
+    with torch.no_grad(), refused, capture_attention(model):
+        model(x, x, x, need_weights=False)
+
+
+def test_no_layer_asked_for_is_an_error() -> None:
+    empty = pytest.raises(ValueError, match=r"layers is empty; there is \['parts")
+    with empty, capture_attention(Named(), []):
         pass

@@ -312,3 +312,11 @@ def test_what_are_no_weights_is_refused(weights, error, says):
     for measure in (*BY_QUERY, *BY_MATRIX):
         with pytest.raises(error, match=says):
             measure(weights)
+
+
+@pytest.mark.parametrize("keys", [7, 197, 257])
+def test_rounding_leaves_entropy_in_its_range(keys: int) -> None:
+    even, one = torch.full((1, 1, 1, keys), 1 / keys), torch.zeros(1, 1, 1, keys)
+    one[..., 0] = 1 + 2e-7
+    assert entropy(even, normalized=True).item() <= 1
+    assert entropy(one).item() == 0

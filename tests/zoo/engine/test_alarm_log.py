@@ -67,6 +67,28 @@ def test_it_stops_the_run_where_asked(tmp_path):
     assert (run.stopping(), run.status, run.exit_code) == (True, "stopped by alarm", 3)
 
 
+def test_layers_are_printed_together_and_kept_apart(tmp_path, capsys):
+    log = AlarmLog(run_in(tmp_path), 100)
+    log(10, layers={name: looks(bad=True)["a.attn"] for name in ("a", "b", "c")})
+    rows = read_rows(tmp_path / "run/alarms.jsonl")
+    assert [row["layer"] for row in rows] == ["a", "b", "c"]
+    err = capsys.readouterr().err
+    assert err.count("alarm at") == err.count("likely:") == 1
+    assert "; and 2 more layers: b, c" in err
+
+
+def test_advice_follows_the_options(tmp_path):
+    """Updates are clipped by default, this recipe has no --qk-norm, and 1 is no usual rate."""
+    for name, options, first in (
+        ("usual", {}, "a lower --lr or a longer --warmup-epochs"),
+        ("high", {"lr": 1.0}, "--lr 0.001"),
+    ):
+        (tmp_path / name).mkdir()
+        log = AlarmLog(run_in(tmp_path / name, **options), 100)
+        log(10, layers=looks(bad=True))
+        assert read_rows(log.path)[0]["remedies"] == [first]
+
+
 @pytest.mark.parametrize("cut", [20, 50, 55, 60, 80])
 def test_a_resumed_run_gives_the_alarms_of_an_uninterrupted_one(tmp_path, cut):
     """Those that need two looks come at the same step, wherever the run was cut between."""

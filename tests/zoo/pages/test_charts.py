@@ -51,6 +51,16 @@ def test_ticks_are_few_and_inside(seed: int) -> None:
         assert all(scale.low - 1e-9 * abs(size) <= tick <= scale.high * 1.000001 for tick in ticks)
 
 
+@pytest.mark.parametrize("top", [3.0, 3000.0])
+def test_least_and_greatest_are_those_of_the_numbers(top: float) -> None:
+    drawn = chart("x", {"a": [(1.0, 2.0), (2.0, top), (3.0, 2.5)], "b": [(1.0, 1.5), (2.0, 2.0)]})
+    assert drawn is not None
+    assert (drawn.least, drawn.greatest, drawn.lone) == (1.5, top, False)
+    still = chart("x", {"a": [(1.0, 0.0)], "b": [(1.0, 0.0)]})
+    assert still is not None
+    assert (still.least, still.greatest, still.lone) == (0.0, 0.0, True)
+
+
 def test_what_is_not_finite_is_left_out() -> None:
     curve = [(1.0, math.nan), (2.0, 1.0), (3.0, math.inf), (4.0, 2.0)]
     drawn = chart("x", {"a": curve, "b": [(1.0, math.nan)]})

@@ -136,16 +136,21 @@ def test_the_interval_is_wilsons(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "alarms", "said"),
+    ("options", "looks", "alarms", "said"),
     [
-        ({}, [], "Not watched:"),
-        ({"save_attention_every": 50}, [], "watched every 50 updates, and nothing looked wrong"),
-        ({"save_attention_every": 50}, [alarm(head=None, layer="", value=None)], "Alarms (1)"),
-        ({}, [{"step": 3}], "Alarms (1)"),
+        ({}, 0, [], "Not watched:"),
+        ({"save_attention_every": 50}, 0, [], "no look was due yet"),
+        ({"save_attention_every": 50}, 2, [], "watched every 50 updates, and nothing looked wrong"),
+        ({"save_attention_every": 50}, 2, [alarm(head=None, layer="", value=None)], "Alarms (1)"),
+        ({}, 0, [{"step": 3}], "Alarms (1)"),
     ],
 )
-def test_what_is_said_of_alarms(tmp_path: Path, options: dict, alarms: list, said: str) -> None:
+def test_what_is_said_of_alarms(
+    tmp_path: Path, options: dict, looks: int, alarms: list, said: str
+) -> None:
     write(tmp_path, "config.json", config(**options))
+    rows = [{"step": 50 * i, "epoch": i, "attn/a/entropy": 0.5} for i in range(1, looks + 1)]
+    write(tmp_path, "metrics.jsonl", rows)
     write(tmp_path, "alarms.jsonl", alarms)
     text, _ = page(tmp_path)
     assert said in text
