@@ -112,11 +112,11 @@ def test_looking_at_gates_changes_nothing_and_is_logged(whole, tmp_path):
     lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
     name = "gates/layer2.0.slot_post.0/mean"
     found = [row for row in map(json.loads, lines) if name in row]
-    assert [row["step"] for row in found] == [5, 10]
+    assert [row["step"] for row in found] == [5, 10, 12], "the last one as well"
     assert all(0 < row[name] < 1 for row in found)
     names = {path.name for path in (tmp_path / "run/attention").glob("*.png")}
-    pictures = {"gates_step000005.png", "gates_step000010.png", "gates_over_time.png"}
-    assert names == {"gates.png", *pictures}
+    pictures = {f"gates_step{step:06d}.png" for step in (5, 10, 12)}
+    assert names == {"gates.png", "gates_over_time.png", *pictures}
 
 
 def test_a_cnn_without_gates_has_nothing_to_look_at(tmp_path):
