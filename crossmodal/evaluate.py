@@ -104,14 +104,9 @@ def match_ranks(
     model: Any, images: Rows, texts: Rows, pairs: Pairs, k: int = 16, similarity: bool = True
 ) -> dict[str, Tensor]:
     """Ranks both ways, `i2t` and `t2i`, after the matcher has reordered the `k` nearest."""
-    owners, device = pairs.texts()[1], model.logit_scale.device
+    owners = pairs.texts()[1]
     captions = by_image(range(len(owners)), pairs)
-
-    def match(image: Tensor, text: Tensor) -> Tensor:
-        odds = model.match(_taken(images, image, device), _taken(texts, text, device)).cpu()
-        near = (images["vector"][image] * texts["vector"][text]).sum(dim=1)
-        return odds + similarity * model.logit_scale.exp().cpu() * near
-
+    match = match_fn(model, images, texts, similarity)
     with evaluating(model):
         return {
             "i2t": rerank(images["vector"], texts["vector"], captions, match, k=k),
@@ -129,6 +124,25 @@ def by_image(items: Iterable[Any], pairs: Pairs) -> list[list[Any]]:
     """One item for each caption, as a list for each image."""
     left = iter(items)
     return [list(islice(left, len(own))) for own in pairs.captions]
+
+
+def match_fn(
+    model: Any, images: Rows, texts: Rows, similarity: bool = True
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """Scores of a matcher for pairs, on the CPU: indices of images (b), of texts (b) -> (b).
+
+    Args:
+        images, texts: As for `match_ranks`.
+        similarity: Whether it adds the scaled similarity to its log-odds.
+    """
+    device = model.logit_scale.device
+
+    def match(image: Tensor, text: Tensor) -> Tensor:
+        odds = model.match(_taken(images, image, device), _taken(texts, text, device)).cpu().float()
+        near = (images["vector"][image] * texts["vector"][text]).sum(dim=1).float()
+        return odds + similarity * model.logit_scale.exp().cpu() * near
+
+    return match
 
 
 def _taken(rows: Rows, index: Tensor, device: torch.device) -> Encoded:

@@ -6,9 +6,7 @@ Shapes: b batch, n tokens, w words, c channels, y x rows and columns.
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,13 +23,12 @@ from crossmodal.overlay import attention_layers, word_maps
 from crossmodal.overlay_figure import draw
 from crossmodal.tokenizer import Tokenizer
 from vision.inspection.fixed_images import FixedImages, spread, undisturbed
-from vision.inspection.training_watch import Report, looks_in, resume, watch_training
+from vision.inspection.training_watch import Watch, looks_over_time, step_of, watch_training
 from zoo.diagnostics.look_files import pack
 from zoo.layers.check import integer
 from zoo.preprocess import normalize
 from zoo.surgery import evaluating
 
-MOST_STEPS = 12  # rows of over_time.png
 TEXTS = ("words", "captions", "remarks")
 
 
@@ -175,68 +172,39 @@ def _log_odds(model: Matcher, images: Tensor, tokens: Tensor, mask: Tensor) -> l
         return model.match(model.image_tower(images), model.text_tower(tokens, mask)).tolist()
 
 
-class AttentionSaver:
+class AttentionSaver(Watch):
     """Looks at pairs again and again as a model trains: `engine.fit(after_update=saver)`.
 
     Every so many updates it writes stepNNNNNN.safetensors and .png of the same pairs, and returns
     numbers on the layers between the modalities and the image tower's own; `finish` draws
-    over_time.png. Nothing of the training is changed. Without matplotlib there are no pictures,
-    with a warning.
+    over_time.png. Nothing of the training is changed.
 
     Args:
         model: A `Matcher` or a `Captioner`.
         pairs: Pairs to look at, at even distances over all.
-        folder: Made when there is something to write.
-        every: Updates between two looks.
-        last: The last update, which is looked at as well.
+        folder, every: As for `Watch`, and so are `options`.
         samples: How many pairs; all, where there are fewer.
-        main: Whether this process writes; the others do nothing.
-        autocast: Makes the context of a forward pass, for its precision.
-        report: Is told what was seen.
-        step: Updates before this training: what was written later is removed.
     """
 
     def __init__(
-        self,
-        model: Any,
-        pairs: Pairs,
-        folder: Path,
-        every: int,
-        samples: int = 4,
-        *,
-        last: int | None = None,
-        main: bool = True,
-        autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        report: Report | None = None,
-        step: int = 0,
+        self, model: Any, pairs: Pairs, folder: Path, every: int, samples: int = 4, **options: Any
     ) -> None:
+        super().__init__(folder, every, **options)
         attention_layers(model)  # a model that cannot be looked at is refused before it trains
-        self.every, self.folder, self.main = integer("every", every), Path(folder), main
-        self.autocast, self.report, self.step, self.last = autocast, report, step, last
-        self.started, self.draws = False, True
-        if main:
+        if self.main:
             indices = spread(min(integer("samples", samples), len(pairs)), len(pairs))
             self.pairs = fixed_pairs(model, pairs, indices)
             self.captions = [pairs.captions[index][0] for index in indices]
 
-    def __call__(self, model: Any, step: int) -> dict[str, float]:
-        """The numbers of a look, where one is due."""
-        if not self.main:
-            return {}
-        if not self.started:
-            self.started = True
-            resume(self.folder, self.step, self.report)
-        if step % self.every and step != self.last:
-            return {}
+    def _look(self, model: Any, step: int) -> dict[str, float]:
         with undisturbed(model), self.autocast():
             look, seen = look_at(model, self.pairs), self._numbers(model)
         look = replace(look, captions=self.captions)
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"step{step:06d}"
-        training = dict(self.report.training) if self.report else {}
-        more = {"training": training, "shares": seen.shares}
+        more = {"training": self._training, "shares": seen.shares}
         look.save(path.with_suffix(".safetensors"), pack(seen.layers), more)
-        self._draw(look, path.with_suffix(".png"))
+        self._draw(lambda: draw(look, path.with_suffix(".png")))
         if self.report is not None:
             self.report(step, layers=seen.layers, shares=seen.shares)
         return seen.numbers()
@@ -252,16 +220,7 @@ class AttentionSaver:
         """Draws the first pair at all steps, of an interrupted and resumed training too."""
         look = over_time(self.folder) if self.main else None
         if look is not None:
-            self._draw(look, self.folder / "over_time.png", one_scale=True)
-
-    def _draw(self, look: Look, path: Path, **options: Any) -> None:
-        if not self.draws:
-            return
-        try:
-            draw(look, path, **options)
-        except ImportError as error:
-            self.draws = False
-            print(f"warning: {error}", file=sys.stderr)
+            self._draw(lambda: draw(look, self.folder / "over_time.png", one_scale=True))
 
 
 class TowerWatch:
@@ -296,19 +255,17 @@ class TowerWatch:
 def over_time(folder: Path) -> Look | None:
     """The first pair at each step that an `AttentionSaver` wrote, as if steps were pairs.
 
-    At most `MOST_STEPS` of them, at even distances, the last one always; None where there is none.
+    Of those that `looks_over_time` chooses; None where there is none.
     """
-    files = looks_in(folder)
+    files = looks_over_time(folder)
     if not files:
         return None
-    kept = spread(min(MOST_STEPS, len(files)), len(files))
-    files = [files[len(files) - 1 - back] for back in reversed(kept)]
     looks = [Look.load(file) for file in files]
     first = looks[0].words[0]
     return Look(
         pixels=torch.stack([look.pixels[0] for look in looks]),
         words=[first] * len(looks),
         maps=torch.stack([look.maps[0, : len(first)] for look in looks]),
-        captions=[f"step {int(file.stem[4:])}" for file in files],
+        captions=[f"step {step_of(file)}" for file in files],
         remarks=[look.remarks[0] for look in looks],
     )

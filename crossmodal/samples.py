@@ -18,8 +18,7 @@ from torch import Tensor
 
 from crossmodal.captioner import Captioner
 from crossmodal.data import Pairs
-from crossmodal.encoded import Encoded
-from crossmodal.evaluate import by_image, image_rows, text_rows
+from crossmodal.evaluate import by_image, image_rows, match_fn, text_rows
 from crossmodal.generate import generate
 from crossmodal.matcher import Matcher
 from crossmodal.training import PairTask
@@ -62,7 +61,8 @@ def write_samples(
             told = _written(folder, model, task, val, beams)
         else:
             images, texts = _embedded(model, task, val, batch_size)
-            odds = _matcher(model, images, texts, similarity)
+            matches = isinstance(model, Matcher)
+            odds = match_fn(model, images, texts, similarity) if matches else None
             told = _retrieved(folder, task, val, (images, texts), odds, max(NEAREST, rerank))
     write_text(folder / "predictions.json", json.dumps(told, indent=1, ensure_ascii=False))
 
@@ -87,25 +87,6 @@ def _rows(
         batch = {name: value.to(device) for name, value in source.__getitems__(keys).items()}
         parts.append({name: value.cpu() for name, value in fn(model, batch).items()})
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-
-
-def _matcher(model: Any, images: Rows, texts: Rows, similarity: bool) -> MatchFn | None:
-    """Scores pairs of image and caption indices; None of a dual encoder."""
-    if not isinstance(model, Matcher):
-        return None
-    device = model.logit_scale.device
-
-    def match(image: Tensor, text: Tensor) -> Tensor:
-        odds = model.match(_taken(images, image, device), _taken(texts, text, device)).cpu().float()
-        near = (images["vector"][image] * texts["vector"][text]).sum(dim=1).float()
-        return odds + similarity * model.logit_scale.exp().cpu() * near
-
-    return match
-
-
-def _taken(rows: Rows, index: Tensor, device: torch.device) -> Encoded:
-    mask = rows["mask"][index].to(device) if "mask" in rows else None
-    return Encoded(rows["tokens"][index].to(device), rows["pooled"][index].to(device), mask)
 
 
 def _retrieved(

@@ -50,7 +50,7 @@ from zoo import engine
 from zoo.diagnostics import NothingCapturedError, gate_profile, gate_ranges, save_gates
 from zoo.engine.batches import move
 from zoo.freezing import freeze_by_rule
-from zoo.pages import attempted, reported
+from zoo.pages import add_samples, reported
 
 
 @dataclass(frozen=True)
@@ -126,13 +126,8 @@ def main(config: Config) -> None:
         zoo.save_pretrained(model, folder)
         if config.gates and gate_ranges(model) and not run.stopping():
             run.notes.update(describe_gates(run, model, task, data.class_names, stages))
-        if config.report and not run.stopping():
-            with attempted("samples"), run.accelerator.autocast():
-                size, workers = 2 * config.batch_size, config.workers
-                names = data.class_names
-                write_samples(
-                    run.folder / "samples", model, task.val, names, batch_size=size, workers=workers
-                )
+        how = {"batch_size": 2 * config.batch_size, "workers": config.workers}
+        add_samples(run, lambda to: write_samples(to, model, task.val, data.class_names, **how))
 
     run.notes["images"] = data.report
     with reported(run), closing_look(watch):

@@ -42,7 +42,7 @@ from crossmodal.training import PairOptions, PairTask, build, check_validation
 from vision.inspection.training_watch import closing_look
 from zoo import engine
 from zoo.layers.check import integer
-from zoo.pages import attempted, reported
+from zoo.pages import add_samples, reported
 from zoo.penalties import PenaltyOptions
 
 MODELS = {"contrastive": "dual_micro", "match": "matcher_micro", "caption": "captioner_micro"}
@@ -168,17 +168,13 @@ def main(config: Config) -> None:
 
     def save_model(model: Any, folder: Path) -> None:
         zoo.save_pretrained(model, folder)
-        if config.report and not run.stopping():
-            with attempted("samples"), run.accelerator.autocast():
-                write_samples(
-                    run.folder / "samples",
-                    model,
-                    task,
-                    batch_size=2 * config.batch_size,
-                    rerank=config.rerank,
-                    similarity=config.rerank_similarity,
-                    beams=config.beams,
-                )
+        how: dict[str, Any] = {
+            "batch_size": 2 * config.batch_size,
+            "rerank": config.rerank,
+            "similarity": config.rerank_similarity,
+            "beams": config.beams,
+        }
+        add_samples(run, lambda to: write_samples(to, model, task, **how))
 
     step_fns = {"contrastive": contrastive, "match": match, "caption": caption}
     kind = getattr(model, "loss", "")

@@ -28,7 +28,7 @@ from vision.inspection.training_watch import closing_look, watch_training
 from vision.samples import write_samples
 from zoo import engine
 from zoo.freezing import freeze_by_rule
-from zoo.pages import attempted, reported
+from zoo.pages import add_samples, reported
 from zoo.penalties import PenaltyOptions
 
 
@@ -112,13 +112,8 @@ def main(config: Config) -> None:
 
     def save_model(model: nn.Module, folder: Path) -> None:
         zoo.save_pretrained(model, folder)
-        if config.report and not run.stopping():
-            with attempted("samples"), run.accelerator.autocast():
-                size, workers = 2 * config.batch_size, config.workers
-                names = data.class_names
-                write_samples(
-                    run.folder / "samples", model, task.val, names, batch_size=size, workers=workers
-                )
+        how = {"batch_size": 2 * config.batch_size, "workers": config.workers}
+        add_samples(run, lambda to: write_samples(to, model, task.val, data.class_names, **how))
 
     run.notes["images"] = data.report
     with reported(run), closing_look(watch):

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ["zoo", "vision", "crossmodal", "recipes"]  # each may import those before it
 # Floors inside zoo, lowest first; each may import its own floor and those below.
 FLOORS = [
-    {"rng", "layers", "card", "untraced"},
+    {"rng", "layers", "card", "untraced", "wrappers"},
     {
         *(
             "registry",

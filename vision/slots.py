@@ -86,6 +86,8 @@ class FromIdentity(nn.Module):
     on what that gate amounts to here: x times g becomes x times 1 + scale * (g - 1).
     """
 
+    bears_name_of = "module"  # which is not told in names of layers
+
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module

@@ -54,7 +54,8 @@ _HOMES = {
     "load_pretrained": "zoo.weights",
     "save_pretrained": "zoo.weights",
 }
-_PARTS = ("ablation", "diagnostics", "engine", "layers")  # `zoo.layers` works after `import zoo`
+# `zoo.layers` works after `import zoo`.
+_PARTS = ("ablation", "diagnostics", "engine", "layers", "pages", "penalties")
 
 
 def __getattr__(name: str) -> Any:

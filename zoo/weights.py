@@ -49,6 +49,7 @@ from zoo.sources import (
     read_source,
     sha256_of,
 )
+from zoo.wrappers import unwrap
 
 __all__ = [
     "LoadReport",
@@ -189,20 +190,6 @@ def _versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return versions
-
-
-def unwrap(model: nn.Module) -> nn.Module:
-    """The model inside DistributedDataParallel, DataParallel, torch.compile, AveragedModel."""
-    from torch.optim.swa_utils import AveragedModel
-
-    wrappers = (nn.parallel.DistributedDataParallel, nn.DataParallel, AveragedModel)
-    while True:
-        if isinstance(model, wrappers):
-            model = model.module
-        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
-            model = inner
-        else:
-            return model
 
 
 def load_pretrained(

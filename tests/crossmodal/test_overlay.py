@@ -19,7 +19,6 @@ from crossmodal.data import load_pairs
 from crossmodal.fusion import modality_share
 from crossmodal.generate import generate
 from crossmodal.looks import (
-    MOST_STEPS,
     AttentionSaver,
     Look,
     fixed_pairs,
@@ -30,6 +29,7 @@ from crossmodal.looks import (
 from crossmodal.overlay import attention_layers, token_maps, word_maps, words_of
 from crossmodal.overlay_figure import draw
 from crossmodal.tokenizer import create_tokenizer
+from vision.inspection.training_watch import MOST_STEPS
 from zoo.diagnostics.plotting import blend
 
 CAPTIONS = ["a red heart", "two birds, one extraordinarily unbelievable hat"]

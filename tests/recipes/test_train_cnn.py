@@ -85,7 +85,7 @@ def test_insertions_reach_the_model_and_the_record(whole):
     assert json.loads((whole / "model/model.json").read_text())["options"]["insertions"] == expected
     model = zoo.create_model(f"local-dir:{whole / 'model'}")
     assert list(gate_ranges(model)) == [
-        "slot_stem.0.module",
+        "slot_stem.0",
         "layer1.0.slot_standard.0",
         "layer2.0.slot_standard.0",
         "layer2.0.slot_post.0",

@@ -70,12 +70,12 @@ class Part(Protocol):
     def draw_over_time(self, folder: Path, steps: Mapping[int, Mapping[str, Tensor]]) -> None: ...
 
 
-class TrainingWatch:
-    """Looks at some images every so many updates.
+class Watch:
+    """Looks at a model every so many updates, on the main process; subclasses say at what.
+
+    Without matplotlib there are no pictures, with one warning.
 
     Args:
-        parts: What to look at, from one forward pass.
-        images: At which.
         folder: For pictures and files; made when there is something to write.
         every: Updates between two looks.
         last: The last update, which is looked at as well.
@@ -88,8 +88,6 @@ class TrainingWatch:
 
     def __init__(
         self,
-        parts: Sequence[Part],
-        images: FixedImages,
         folder: Path,
         every: int,
         *,
@@ -99,11 +97,10 @@ class TrainingWatch:
         report: Report | None = None,
         step: int = 0,
     ) -> None:
-        self.parts, self.images = parts, images
-        self.folder, self.every, self.main = Path(folder), integer("every", every), main
-        self.last = last
+        self.folder, self.every, self.last = Path(folder), integer("every", every), last
+        self.main = main
         self.autocast, self.report, self.step = autocast, report, step
-        self.started, self.shown, self.draws = False, False, True
+        self.started, self.draws = False, True
 
     def __call__(self, model: nn.Module, step: int) -> dict[str, float]:
         """The numbers of a look, where one is due."""
@@ -114,7 +111,44 @@ class TrainingWatch:
             resume(self.folder, self.step, self.report)
         return self._look(model, step) if step % self.every == 0 or step == self.last else {}
 
-    def _look(self, model: nn.Module, step: int) -> dict[str, float]:
+    def _look(self, model: Any, step: int) -> dict[str, float]:
+        """Writes, draws and reports what is seen; returns its numbers."""
+        raise NotImplementedError
+
+    @property
+    def _training(self) -> dict[str, float]:
+        return dict(self.report.training) if self.report else {}
+
+    def _draw(self, draw: Callable[[], object]) -> None:
+        try:
+            if self.draws:
+                draw()
+        except ImportError as error:
+            self.draws = False
+            print(f"warning: {error}", file=sys.stderr)
+
+
+class TrainingWatch(Watch):
+    """Looks at some images.
+
+    Args:
+        parts: What to look at, from one forward pass.
+        images: At which.
+        folder, every: As for `Watch`, and so are `options`.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        images: FixedImages,
+        folder: Path,
+        every: int,
+        **options: Any,
+    ) -> None:
+        super().__init__(folder, every, **options)
+        self.parts, self.images, self.shown = parts, images, False
+
+    def _look(self, model: Any, step: int) -> dict[str, float]:
         device = next(model.parameters()).device
         with undisturbed(model), ExitStack() as stack:
             records = [stack.enter_context(part.capture(model)) for part in self.parts]
@@ -129,7 +163,12 @@ class TrainingWatch:
             tensors |= found
         self._write(step, {**tensors, **pack(**seen)})
         names = self.images.told(output)
-        self._draw(lambda part: part.draw(self.folder, step, tensors, names))
+
+        def draw() -> None:
+            for part in self.parts:
+                part.draw(self.folder, step, tensors, names)
+
+        self._draw(draw)
         if self.report is not None:
             self.report(step, **seen)
         return numbers
@@ -143,26 +182,20 @@ class TrainingWatch:
             pixels = {"pixels": self.images.pixels.contiguous()}
             told = {"names": json.dumps(self.images.names)}
             save_file(pixels, self.folder / "images.safetensors", metadata=told)
-        training = dict(self.report.training) if self.report else {}
-        told = {"training": json.dumps(training)}  # of two entries the order would be random
+        told = {"training": json.dumps(self._training)}  # of two entries the order would be random
         save_file(tensors, self.folder / f"step{step:06d}.safetensors", metadata=told)
 
     def finish(self) -> None:
         """Draws the pictures over time, of an interrupted and resumed training too."""
-        files = looks_in(self.folder) if self.main else []
+        files = looks_over_time(self.folder) if self.main else []
         if files:
-            kept = spread(min(MOST_STEPS, len(files)), len(files))
-            chosen = [files[len(files) - 1 - back] for back in reversed(kept)]
-            steps = {step_of(file): _load(file, ("maps/", "gates/"))[0] for file in chosen}
-            self._draw(lambda part: part.draw_over_time(self.folder, steps))
+            steps = {step_of(file): _load(file, ("maps/", "gates/"))[0] for file in files}
 
-    def _draw(self, draw: Callable[[Part], None]) -> None:
-        try:
-            for part in self.parts if self.draws else ():
-                draw(part)
-        except ImportError as error:
-            self.draws = False
-            print(f"warning: {error}", file=sys.stderr)
+            def draw() -> None:
+                for part in self.parts:
+                    part.draw_over_time(self.folder, steps)
+
+            self._draw(draw)
 
 
 def resume(folder: Path, step: int, report: Report | None) -> None:
@@ -186,6 +219,13 @@ def looks_in(folder: Path) -> list[Path]:
     """The files of arrays that a watch wrote, in the order of steps."""
     files = Path(folder).glob("step*.safetensors")
     return sorted((file for file in files if WRITTEN.fullmatch(file.name)), key=step_of)
+
+
+def looks_over_time(folder: Path) -> list[Path]:
+    """At most `MOST_STEPS` of them, at even distances, the last one always."""
+    files = looks_in(folder)
+    kept = spread(min(MOST_STEPS, len(files)), len(files)) if files else []
+    return [files[len(files) - 1 - back] for back in reversed(kept)]
 
 
 def step_of(file: Path) -> int:

@@ -15,7 +15,6 @@ from zoo.diagnostics.gates import (
     gate_statistics,
 )
 from zoo.diagnostics.heads import effective_heads, head_similarity
-from zoo.diagnostics.layer_summary import summary
 from zoo.diagnostics.looks import GateLook, LayerLook, look_at_gates, look_at_layer
 from zoo.diagnostics.measures import (
     attention_distance,
@@ -58,6 +57,5 @@ __all__ = [
     "save_gates",
     "sink_tokens",
     "stable_rank",
-    "summary",
     "token_share",
 ]

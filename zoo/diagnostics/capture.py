@@ -14,19 +14,17 @@ from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel
 
 from zoo.diagnostics.foreign_attention import find_foreign_attention, unknown_attention
 from zoo.layers.check import integer
 from zoo.layers.core import Core
 from zoo.layers.tap import Observer, Tap
+from zoo.wrappers import wrapped_child
 
 Records = dict[str, list[Tensor]]
 Some = TypeVar("Some")
 
 KINDS = {"weights": "attention", "logits": "attention with scores", "outputs": "attention"}
-
-_WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel, AveragedModel)  # have a `module`
 
 
 class Observable(Protocol):
@@ -202,13 +200,14 @@ def taps_of(model: nn.Module, kind: str) -> dict[str, Tap]:
 def layer_names(model: nn.Module) -> Callable[[str], str]:
     """From a path in a model to the name of the layer: `module.blocks.0.attn.tap`, `blocks.0.attn`.
 
-    Wrappers of parallel, averaged and compiled models are left out, and a tap's own name.
+    Left out are wrappers (`zoo.wrappers`), what modules with `bears_name_of` hold by that name, and
+    a tap's own name.
     """
-    wrapped = set()
-    for path, module in model.named_modules():
-        inner = "_orig_mod" if hasattr(module, "_orig_mod") else "module"
-        if inner == "_orig_mod" or isinstance(module, _WRAPPERS):
-            wrapped.add(f"{path}.{inner}".lstrip("."))
+    wrapped = {
+        f"{path}.{inner}".lstrip(".")
+        for path, module in model.named_modules()
+        if (inner := wrapped_child(module) or getattr(module, "bears_name_of", None))
+    }
 
     def name(path: str) -> str:
         parts = path.split(".")

@@ -21,7 +21,7 @@ from torch import Tensor
 from zoo.pages.charts import Chart
 from zoo.pages.explorer_pack import Maps, Packed, Side, pack
 from zoo.pages.pictures import Picture
-from zoo.pages.style import KEY, SCROLLING, SORTING, STYLE
+from zoo.pages.style import MACROS, SCROLLING, SORTING, STYLE
 
 MOST_BYTES = 10_000_000
 SCRIPTS = ("data", "draw", "matrix", "view", "page")
@@ -113,7 +113,7 @@ def as_html(panels: Sequence[Panel], *, max_bytes: int = MOST_BYTES) -> str:
         ValueError: so many images and layers do not fit.
         ImportError: jinja2 or matplotlib is missing.
     """
-    page = _environment().from_string(KEY + _read("explorer.html"))
+    page = _environment().from_string(MACROS + _read("explorer.html"))
     images = [[_image(image) for image in panel.images] for panel in panels]
     taken = sum(len(image["data"]) for each in images for image in each) + _RESERVE
     taken += sum(len(panel.over_time.data) for panel in panels if panel.over_time)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
@@ -23,7 +23,7 @@ from zoo.pages.pictures import Picture, embedded
 from zoo.pages.run_curves import attention_curves, training_curves
 from zoo.pages.run_facts import classes, facts, metrics, shown, status, title
 from zoo.pages.run_record import RunRecord
-from zoo.pages.style import KEY, SCROLLING, SORTING, STYLE
+from zoo.pages.style import MACROS, SCROLLING, SORTING, STYLE
 
 REPORT = "report.html"
 THUMBNAIL = 24_000  # bytes of a sample
@@ -50,6 +50,16 @@ def _report(run: Run) -> None:
     if run.options.report and run.accelerator.is_main_process:
         with attempted("the report"):
             run.accelerator.print(f"report: {write_run_report(run.folder)}")
+
+
+def add_samples(run: Run, write: Callable[[Path], object]) -> None:
+    """Has `write` fill the folder samples/ of a run that ends by itself, for its report.
+
+    What goes wrong with it is a warning.
+    """
+    if run.options.report and not run.stopping():
+        with attempted("samples"), run.accelerator.autocast():
+            write(run.folder / "samples")
 
 
 @contextmanager
@@ -90,7 +100,7 @@ def as_html(record: RunRecord) -> str:
     )
     pages.filters["number"] = shown
     pages.filters["value"] = _value
-    return pages.from_string(KEY + _part("html")).render(
+    return pages.from_string(MACROS + _part("html")).render(
         style=STYLE + _part("css"),
         script=SORTING + SCROLLING + _part("js"),
         record=record,

@@ -1,8 +1,8 @@
 """What all pages share: their look (light, dark, narrow, printed) and how their tables sort.
 
 `STYLE` is CSS for a page's `<style>`, `SORTING` and `SCROLLING` are JavaScript for its `<script>`.
-They load nothing, and hold nothing that a jinja2 template would take for its own. `KEY` is a jinja2
-macro for the legend of many lines that have an order.
+They load nothing, and hold nothing that a jinja2 template would take for its own. `MACROS` are of
+jinja2: a page's head, and the legend of many lines that have an order.
 """
 
 STYLE = """\
@@ -134,7 +134,20 @@ for (const box of document.querySelectorAll(".scroll")) {
 }
 """
 
-KEY = """\
+MACROS = """\
+{% macro head(title) %}
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<meta http-equiv="Content-Security-Policy"
+ content="default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'">
+<title>{{ title }}</title>
+<style>
+{{ caller() }}
+</style>
+</head>
+{%- endmacro %}
 {% macro key(names) %}
 <span class="legend">{{ names | length }} lines, from {{ names[0] }}<i class="range"></i>to
 {{ names[-1] }}</span>

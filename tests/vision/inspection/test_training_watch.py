@@ -23,7 +23,7 @@ from vision.inspection.gate_watch import draw_strips
 from vision.inspection.image_tokens import ImageTokens
 from vision.inspection.sheet import coloured
 from vision.inspection.training_watch import closing_look, watch_training
-from zoo.diagnostics import capture_attention, capture_gates, gate_statistics, summary
+from zoo.diagnostics import capture_attention, capture_gates, gate_statistics, look_at_layer
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def test_numbers_are_those_of_the_weights_themselves(digits, tmp_path):
     with torch.no_grad(), capture_attention(model.eval()) as records:
         model(images.inputs)
     for layer, (weights,) in records.items():
-        wanted = summary(weights, grid=(4, 4), num_prefix_tokens=1)
+        wanted = look_at_layer(weights, grid=(4, 4), num_prefix_tokens=1).numbers()
         found = {n: numbers[f"attn/{layer}/{n}"] for n in wanted}
         assert found == pytest.approx(wanted, rel=1e-5)
         assert numbers[f"attn/{layer}/logit_min"] < numbers[f"attn/{layer}/logit_max"]

@@ -6,28 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
+from made_looks import EVEN, OPEN, B, H, N, look, one_key
 
 from zoo.diagnostics.alarms import Alarm, Alarms
-from zoo.diagnostics.looks import GateLook, LayerLook, look_at_layer
-
-B, H, N = 2, 3, 8
-
-
-def look(weights: Tensor, score: float | None = None) -> LayerLook:
-    logits = None if score is None else torch.tensor([-score, score]).expand(*weights.shape[:3], 2)
-    return look_at_layer(weights, logits=logits)
-
-
-def one_key(share: float, keys: Tensor | int = 0) -> Tensor:
-    """Each query gives `share` to a key, the same for all or its own, and the others the rest."""
-    weights = torch.full((B, H, N, N), (1 - share) / (N - 1))
-    places = torch.as_tensor(keys).expand(N)
-    return weights.scatter(3, places.expand(B, H, N)[..., None], share)
-
-
-EVEN = look(torch.full((B, H, N, N), 1 / N))
-OPEN = GateLook(0.5, 0.2, 0.1, 0.0, 0.1, 16)
 
 
 def twice(alarms: Alarms, step: int = 80, **seen) -> list[Alarm]:

@@ -302,6 +302,7 @@ def test_a_browser_that_cannot_unpack_says_so(chromium: Browser, page: Path) -> 
         chromium.call("Page.removeScriptToEvaluateOnNewDocument", identifier=found["identifier"])
 
 
+@pytest.mark.slow  # a time: it says something on an idle machine only
 def test_it_reacts_within_100_ms(chromium: Browser, tmp_path: Path) -> None:
     """With 12 layers of 12 heads on 14x14 patches; on a computer that does other things too."""
     side = Side([("class",)], (14, 14), 1)

@@ -15,7 +15,8 @@ from page_reader import Reader
 from PIL import Image
 
 from zoo.engine import NonFiniteError
-from zoo.pages import attempted, reported, write_run_report
+from zoo.pages import reported, write_run_report
+from zoo.pages.run_report import attempted
 
 EVIL = '<script>alert(1)</script> & "x"'
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from zoo.diagnostics.heads import effective_heads, head_similarity
-from zoo.diagnostics.layer_summary import summary
+from zoo.diagnostics.looks import look_at_layer
 from zoo.diagnostics.measures import attention_distance
 from zoo.layers import Mask, attention_weights
 
@@ -18,6 +19,11 @@ NAMES = {
     *("entropy", "entropy_min", "entropy_max", "max_weight", "top_key_share"),
     *("head_similarity", "effective_heads"),
 }
+
+
+def summary(weights: Tensor, **options: Any) -> dict[str, float]:
+    """The numbers of a look."""
+    return look_at_layer(weights, **options).numbers()
 
 
 def random_weights(*shape: int, mask: Mask | None = None) -> Tensor:
