@@ -99,18 +99,12 @@ def fixed_pairs(
     wrong = [index for index in indices if not 0 <= index < len(pairs)]
     if wrong or not indices:
         raise ValueError(f"indices ({wrong or 'none'}) must be some from 0 to {len(pairs) - 1}")
-    tokenizer, split = model.make_tokenizer(), pairs.images
+    tokenizer = model.make_tokenizer()
     texts = [pairs.captions[index][0] for index in indices]
     if captions:
         texts = _for_all(captions, len(indices), tokenizer)
-    images = replace(
-        split,
-        targets=split.targets[list(indices)],
-        paths=tuple(split.paths[index] for index in indices if split.paths),
-        pixels=None if split.pixels is None else split.pixels[list(indices)],
-    )
     source = make_pair_source(
-        Pairs(images, tuple((text,) for text in texts)),
+        Pairs(pairs.images.subset(indices), tuple((text,) for text in texts)),
         model.card.preprocessing,
         tokenizer,
         train=False,

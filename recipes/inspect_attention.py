@@ -176,12 +176,7 @@ def images_of(config: Config, source: TrainedModel, model: Any) -> tuple[list[st
     wrong = [index for index in indices if not 0 <= index < len(val)]
     if wrong:
         raise ValueError(f"--indices {wrong} must lie in 0 to {len(val) - 1}, as {data} has them")
-    split = replace(
-        val,
-        targets=val.targets[indices],
-        paths=tuple(val.paths[index] for index in indices if val.paths),
-        pixels=None if val.pixels is None else val.pixels[indices],
-    )
+    split = val.subset(indices)
     targets = split.targets.tolist()
     return [
         f"val {index}: {names[target] if names else target}"

@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,16 @@ class Split:
         if self.pixels is None:
             return decode(self.paths[index], channels)
         return Image.fromarray(self.pixels[index]).convert(MODES[channels])
+
+    def subset(self, indices: Sequence[int]) -> Split:
+        """Some of the images, in this order."""
+        chosen = list(indices)
+        return replace(
+            self,
+            targets=self.targets[chosen],
+            paths=tuple(self.paths[index] for index in chosen if self.paths),
+            pixels=None if self.pixels is None else self.pixels[chosen],
+        )
 
 
 def typical_size(split: Split, samples: int = 32) -> tuple[int, int]:

@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -480,3 +481,17 @@ def test_the_typical_size_is_that_of_the_median_image(tmp_path):
     assert typical_size(load_dataset("digits").train) == (8, 8)
     assert typical_size(load_dataset("emoji").val) == (32, 32)
     assert typical_size(Split(torch.zeros(0, dtype=torch.long), 0.0)) == (0, 0)
+
+
+@pytest.mark.parametrize("spec", ["digits", "files"])
+def test_a_subset_has_the_images_that_were_asked_for(spec: str, tmp_path) -> None:
+    split = load_dataset("digits").val
+    if spec == "files":
+        paths = tuple(str(tmp_path / f"{index}.png") for index in range(9))
+        for index, path in enumerate(paths):
+            split.image(index, 1).save(path)
+        split = replace(split, targets=split.targets[:9], paths=paths, pixels=None)
+    part = split.subset([7, 2])
+    assert part.targets.tolist() == split.targets[[7, 2]].tolist()
+    for place, index in enumerate((7, 2)):
+        assert part.image(place, 1).tobytes() == split.image(index, 1).tobytes()
