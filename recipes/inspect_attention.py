@@ -126,6 +126,7 @@ def main(config: Config) -> Look | Path:
     if config.out is None:
         folder = sources[0].folder
         config = replace(config, out=str(folder / "inspect") if folder else "attention")
+    files = readable(find_images(config.images), config.bad_images) if config.images else []
     models: list[Any] = [source.create() for source in sources]
     kinds = {isinstance(model, Composite) for model in models}
     if len(kinds) > 1:
@@ -134,16 +135,18 @@ def main(config: Config) -> Look | Path:
             "or both of text and image"
         )
     if kinds == {True}:
-        return inspect_words(config, sources, models)
-    return inspect_images(config, sources, models)
+        return inspect_words(config, sources, models, files)
+    return inspect_images(config, sources, models, files)
 
 
 # Models of images
 
 
-def inspect_images(config: Config, sources: list[TrainedModel], models: list[Any]) -> Path:
+def inspect_images(
+    config: Config, sources: list[TrainedModel], models: list[Any], files: list[Path]
+) -> Path:
     """Writes the page; returns it."""
-    paths, split = images_of(config, sources[0], models[0])
+    paths, split = images_of(config, sources[0], models[0], files)
     panels = []
     for source, model, name in zip(sources, models, names_of(config), strict=True):
         if config.class_names:
@@ -160,11 +163,12 @@ def inspect_images(config: Config, sources: list[TrainedModel], models: list[Any
     return write(config, panels)
 
 
-def images_of(config: Config, source: TrainedModel, model: Any) -> tuple[list[str], Split]:
+def images_of(
+    config: Config, source: TrainedModel, model: Any, files: list[Path]
+) -> tuple[list[str], Split]:
     """Images and their names: those of --images, else some of the run's validation data."""
-    if config.images:
-        paths = readable(find_images(config.images), config.bad_images)
-        return [path.name for path in paths], split_of(paths)
+    if files:
+        return [path.name for path in files], split_of(files)
     data = source.flags.get("data")
     if data is None:
         raise ValueError(
@@ -225,9 +229,11 @@ def write(config: Config, panels: list[Panel]) -> Path:
 # Models of text and image
 
 
-def inspect_words(config: Config, sources: list[TrainedModel], models: list[Any]) -> Look:
+def inspect_words(
+    config: Config, sources: list[TrainedModel], models: list[Any], files: list[Path]
+) -> Look:
     """Writes picture, numbers and page; returns what the picture shows."""
-    part, pairs, indices, captions = pairs_of(config, sources[0], models[0])
+    part, pairs, indices, captions = pairs_of(config, sources[0], models[0], files)
     looks, panels = [], []
     for source, model, name in zip(sources, models, names_of(config), strict=True):
         batch = fixed_pairs(model, pairs, indices, captions)
@@ -263,18 +269,20 @@ def titles(pairs: Pairs, indices: Sequence[int], captions: Sequence[str]) -> lis
 
 
 def pairs_of(
-    config: Config, source: TrainedModel, model: Any
+    config: Config, source: TrainedModel, model: Any, files: list[Path]
 ) -> tuple[str, Pairs, Sequence[int], tuple[str, ...]]:
     """The part's name, its pairs, which of them, and captions in place of its own."""
-    if config.images:
-        return own_images(config, model)
+    if files:
+        return own_images(config, model, files)
     options = pair_options(config, source.flags)
     attention_layers(model)  # before the data is read
     part, pairs = part_of(options, config.part)
     return part, pairs, config.indices or spread(config.samples, len(pairs)), config.captions
 
 
-def own_images(config: Config, model: Any) -> tuple[str, Pairs, Sequence[int], tuple[str, ...]]:
+def own_images(
+    config: Config, model: Any, files: list[Path]
+) -> tuple[str, Pairs, Sequence[int], tuple[str, ...]]:
     """Images of one's own, with --captions, or for a captioner with what it writes."""
     captions = config.captions
     if not captions and isinstance(model, Captioner) and config.written:
@@ -284,9 +292,8 @@ def own_images(config: Config, model: Any) -> tuple[str, Pairs, Sequence[int], t
             f"--images needs --captions with --model {config.model}: one for each image, or one "
             "for all; or of a captioner --written"
         )
-    paths = readable(find_images(config.images), config.bad_images)
-    pairs = Pairs(split_of(paths), tuple(("",) for _ in paths))
-    return "image", pairs, range(len(paths)), captions
+    pairs = Pairs(split_of(files), tuple(("",) for _ in files))
+    return "image", pairs, range(len(files)), captions
 
 
 def pair_options(config: Config, flags: dict[str, Any]) -> PairOptions:

@@ -292,3 +292,9 @@ def test_what_cannot_be_explored_is_told(
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         main(Config(models[model], out="out", **flags))
     assert not (tmp_path / "out").exists()
+
+
+def test_images_are_looked_for_before_a_model_is_made(classifier, monkeypatch):
+    monkeypatch.setattr("zoo.run_folder.TrainedModel.create", lambda self: pytest.fail("made"))
+    with pytest.raises(FileNotFoundError, match=r"there is no file or folder gone\.png"):
+        main(Config(str(classifier), images=("gone.png",)))

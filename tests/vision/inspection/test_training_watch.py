@@ -261,7 +261,8 @@ def test_looks_hold_no_memory(digits, tmp_path):
             watch.report.told.clear()
         return tensors()
 
-    assert look(range(3, 12)) == look(range(1, 3))
+    few = look(range(1, 3))
+    assert look(range(3, 12)) <= few  # fewer where an earlier test's tensors were let go
 
 
 # --- files, resuming, processes ----------------------------------------------------------------
