@@ -27,6 +27,7 @@ class Merge:
         antialias: Whether positions are resampled with it.
 
     Attributes:
+        state: The model's own tensors, parameters as such.
         values: Key of the model -> the tensor to copy there.
         misfits: Keys that both have and that cannot be taken, and why.
         of_another_kind: Those of `misfits` whose numbers are of another kind, and which.
@@ -43,9 +44,10 @@ class Merge:
     ) -> None:
         self.model, self.source = model, source
         self.adapt, self.antialias = frozenset(adapt), antialias
-        self.state = dict(model.state_dict())
+        self.state: dict[str, Tensor] = dict(model.state_dict(keep_vars=True))
+        self.modules = dict(model.named_modules())  # once, for it takes as long as all the rest
         self.tensors = source.tensors
-        self.grids, self.lengths = position_grids(model), position_lengths(model)
+        self.grids, self.lengths = position_grids(model), position_lengths(self.modules)
         self.values: dict[str, Tensor] = {}
         self.assumed: dict[str, tuple[int, int]] = {}
         self.resized: dict[str, str] = {}
@@ -55,7 +57,8 @@ class Merge:
         self.of_another_kind: dict[str, str] = {}
         self.refused: dict[str, tuple[str, str]] = {}
         self.stem = _key_of_stem(model)
-        self.head = head_keys(model)
+        self.heads = _names_of_heads(model, self.modules)
+        self.head = _keys_of(self.heads, self.modules)
         self.untrained = self._of_other_attention()
         self.added = self._added()
         self.tied = _tied(self.state)
@@ -66,7 +69,7 @@ class Merge:
 
     def _of_other_attention(self) -> set[str]:
         """Weights that a kind of attention adds, where the source has another kind."""
-        cores = tuple(f"{n}." for n, m in self.model.named_modules() if isinstance(m, Core))
+        cores = tuple(f"{n}." for n, m in self.modules.items() if isinstance(m, Core))
         own = {key for key in self.state if key.startswith(cores)}
         theirs, ours = self.source.card, getattr(self.model, "card", None)
         if theirs is not None and isinstance(ours, ModelCard):
@@ -80,7 +83,7 @@ class Merge:
         added: set[str] = set()
         if self.source.card is not None and self.source.card.options.get("insertions"):
             return added  # they must agree
-        for name, module in self.model.named_modules():
+        for name, module in self.modules.items():
             if getattr(module, "may_be_absent", False):
                 own = {key for key in self.state if key.startswith(f"{name}.")}
                 added |= own if not own & self.tensors.keys() else set()
@@ -237,7 +240,7 @@ class Merge:
         """A source's classifier is left out on purpose where the model has none."""
         if self.head:
             return
-        prefixes = tuple(f"{name}." for name in _names_of_heads(self.model) if name)
+        prefixes = tuple(f"{name}." for name in self.heads if name)
         how = "left out: the model has no classifier"
         for key in self.tensors:
             if key.startswith(prefixes) and key not in self.state and self._may("head", key, how):
@@ -303,11 +306,11 @@ def position_grids(model: nn.Module) -> dict[str, tuple[int, int]]:
     return dict(grids()) if callable(grids) else {}
 
 
-def position_lengths(model: nn.Module) -> set[str]:
+def position_lengths(modules: Mapping[str, nn.Module]) -> set[str]:
     """Keys of learned positions of sequences, of all parts of a model."""
     return {
         f"{name}.{key}" if name else key
-        for name, module in model.named_modules()
+        for name, module in modules.items()
         if callable(tell := getattr(module, "position_lengths", None))
         for key in tell()
     }
@@ -320,18 +323,19 @@ def _key_of_stem(model: nn.Module) -> str | None:
 
 def head_keys(model: nn.Module) -> set[str]:
     """Keys of the classifier, or of several where a network has more than one."""
-    return {
-        f"{name}.{key}"
-        for name in _names_of_heads(model)
-        for key in model.get_submodule(name).state_dict()
-    }
+    modules = dict(model.named_modules())
+    return _keys_of(_names_of_heads(model, modules), modules)
 
 
-def _names_of_heads(model: nn.Module) -> list[str]:
+def _keys_of(names: Iterable[str], modules: Mapping[str, nn.Module]) -> set[str]:
+    return {f"{name}.{key}" for name in names for key in modules[name].state_dict()}
+
+
+def _names_of_heads(model: nn.Module, modules: Mapping[str, nn.Module]) -> list[str]:
     get_classifier = getattr(model, "get_classifier", None)
     heads = get_classifier() if callable(get_classifier) else ()
     heads = heads if isinstance(heads, tuple | list) else (heads,)
-    return [name for name, module in model.named_modules() if any(module is h for h in heads)]
+    return [name for name, module in modules.items() if any(module is h for h in heads)]
 
 
 def _class_names(card: ModelCard | None) -> tuple[str, ...] | None:
