@@ -112,9 +112,15 @@ def free_bytes(device: str = "cpu") -> int:
 
 
 def in_turn(
-    steps: Mapping[str, Callable[[], object]], repeats: int = 7, device: str = "cpu"
+    steps: Mapping[str, Callable[[], object]],
+    repeats: int = 7,
+    device: str = "cpu",
+    before: Callable[[], object] = lambda: None,
 ) -> Times:
-    """Seconds of each candidate in each round; the order is drawn anew in every round."""
+    """Seconds of each candidate in each round; the order is drawn anew in every round.
+
+    `before` is called ahead of each, outside of its time.
+    """
     import numpy as np
 
     times: Times = {name: [] for name in steps}
@@ -124,6 +130,7 @@ def in_turn(
     try:
         for turn in range(repeats + 2):  # two rounds to warm up
             for name in order.permutation(names):
+                before()
                 synchronize(device)
                 start = time.perf_counter()
                 steps[name]()
