@@ -136,6 +136,19 @@ def test_a_learning_rate_far_too_high_makes_scores_large():
     assert any("--lr" in remedy for remedy in large[0].remedies)
 
 
+def test_a_learning_rate_of_one_heads_for_infinity():
+    found = train(lr=1.0, warmup=0, clip=None, depth=2, epochs=2)
+    ahead = [alarm for alarm in found if alarm.kind == "nan_ahead"]
+    assert {alarm.layer for alarm in ahead} == {"blocks.0.attn", "blocks.1.attn"}
+    assert any("--lr" in remedy for remedy in ahead[0].remedies)
+
+
+def test_a_learning_rate_without_its_minus_sign_is_told_at_the_first_look():
+    found = train(lr=1e8, warmup=0, clip=None, depth=2, epochs=1)  # meant as 1e-8
+    assert kinds(found) == {"not_finite"}
+    assert {(alarm.step, alarm.layer) for alarm in found} >= {(4, "blocks.0.attn"), (4, "")}
+
+
 def test_heads_copied_from_one_stay_alike():
     def copy(model: Any) -> None:
         for layer in model.modules():
