@@ -26,6 +26,7 @@ FLOORS = [
             "preprocess",
             "diagnostics",
             "penalties",
+            "temperature",
             "surgery",
             "freezing",
             "depth",

@@ -23,6 +23,7 @@ from zoo.hosts import HOSTS
 from zoo.merge import head_keys
 from zoo.registry import FOLDERS, create_model, list_models
 from zoo.sources import CARD_FILE, WeightsError
+from zoo.temperature import temperature_schedule
 from zoo.weights import LoadReport, load_pretrained
 
 LEGAL = (
@@ -169,10 +170,11 @@ def _load_checkpoint(model: nn.Module, file: Path, flags: dict[str, Any]) -> str
                 if key.startswith(start)
             }
         model.load_state_dict(weights)
+        warning = _set_temperature(model, state, flags)
         told = _progress(position, state["metrics"], flags)
     except (KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise WeightsError(f"{file} is no checkpoint of this run's model: {error}") from error
-    return f"{file}: {told}" + (", averaged weights" if average else "") + _cooled(position, flags)
+    return f"{file}: {told}" + (", averaged weights" if average else "") + warning
 
 
 def _progress(position: dict[str, Any], metrics: dict[str, float], flags: dict[str, Any]) -> str:
@@ -187,10 +189,14 @@ def _progress(position: dict[str, Any], metrics: dict[str, float], flags: dict[s
     return f"{told}, {names[0] if names else 'best'} {position['best']:.4g}"
 
 
-def _cooled(position: dict[str, Any], flags: dict[str, Any]) -> str:
-    """A warning where attention had another temperature then than the model has now."""
-    course = str(flags.get("temperature", ""))
-    if ":" not in course or position["epoch"] == flags.get("epochs"):
+def _set_temperature(model: nn.Module, state: dict[str, Any], flags: dict[str, Any]) -> str:
+    """Gives attention the temperature of that moment; a warning where that is not known."""
+    course, position = str(flags.get("temperature", 1)), state["position"]
+    follow = temperature_schedule(course)[1]
+    if follow is None or position["epoch"] == flags.get("epochs"):
+        return ""
+    if "total" in state:
+        follow(model, (position["step"] - 1) / max(1, state["total"] - 1))
         return ""
     return (
         f"\nwarning: the run had --temperature {course}; these weights were measured at that of "

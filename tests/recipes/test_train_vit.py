@@ -463,7 +463,13 @@ def test_attention_flags_reach_the_model_and_a_schedule_resumes(tmp_path):
     (tmp_path / "cut/checkpoints/best.pt").unlink(missing_ok=True)
     launch("train_vit.py", *flags, "--out", tmp_path / "cut", "--resume", "auto")
     assert same_weights(tmp_path / "whole", tmp_path / "cut")
-    assert rows(tmp_path / "whole", "val/loss") == rows(tmp_path / "cut", "val/loss")
+    losses = rows(tmp_path / "whole", "val/loss")
+    assert losses == rows(tmp_path / "cut", "val/loss")
+    first = min(path.stem for path in (tmp_path / "whole/checkpoints").glob("step*"))
+    more = ["--checkpoint", first, "--out", tmp_path / "first.json"]
+    launch("evaluate.py", "--model", tmp_path / "whole", *more)
+    again = json.loads((tmp_path / "first.json").read_text())["metrics"]["val/loss"]
+    assert again == pytest.approx(losses[0], abs=1e-5), "with the temperature of its epoch"
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import zoo
 from zoo import run_folder
+from zoo.layers import SelfAttention
 from zoo.run_folder import find_trained
 from zoo.sources import WeightsError
 
@@ -106,13 +107,17 @@ def test_what_means_no_model_is_told(run: Path, model: str, message: str) -> Non
         find_trained(model.format(run.parent))
 
 
-def checkpoint(run: Path, name: str, *, average: bool, **position: int) -> nn.Module:
+def checkpoint(
+    run: Path, name: str, *, average: bool, total: int | None = 10, **position: int
+) -> nn.Module:
     """Writes one as training does; returns the model that it would have evaluated."""
     torch.manual_seed(position["step"])
     trained, averaged = micro(num_classes=3), AveragedModel(micro(num_classes=3), use_buffers=True)
     state = {"format": 1, "model": trained.state_dict(), "metrics": {"val/n": 9, "val/top1": 80.0}}
     state["ema"] = averaged.state_dict() if average else None
     state["position"] = {"update": 0, "best": 80.0, "best_epoch": 1, **position}
+    if total is not None:
+        state["total"] = total
     (run / "checkpoints").mkdir(exist_ok=True)
     torch.save(state, run / "checkpoints" / name)
     return averaged.module if average else trained
@@ -140,11 +145,24 @@ def test_checkpoints_of_a_run(run: Path, average: bool) -> None:
     assert not torch.equal(last.state_dict()["head.weight"], best.state_dict()["head.weight"])
 
 
-def test_a_checkpoint_of_another_temperature_is_told(run: Path) -> None:
+def temperatures(model: nn.Module) -> set[float]:
+    return {core.temperature for core in model.modules() if isinstance(core, SelfAttention)}
+
+
+def test_a_checkpoint_has_the_temperature_of_its_update(run: Path) -> None:
     flags = {"options": {"temperature": "2:0.5", "epochs": 2}}
     (run / "config.json").write_text(json.dumps(flags))
-    checkpoint(run, "best.pt", average=False, epoch=1, step=5)
-    checkpoint(run, "step_00000010.pt", average=False, epoch=2, step=10)
+    checkpoint(run, "best.pt", average=False, total=9, epoch=1, step=5)
+    told: list[str] = []
+    assert temperatures(find_trained(str(run), checkpoint="best").create(told.append)) == {1.0}
+    assert "warning" not in told[0]
+
+
+def test_a_checkpoint_of_an_unknown_temperature_is_told(run: Path) -> None:
+    flags = {"options": {"temperature": "2:0.5", "epochs": 2}}
+    (run / "config.json").write_text(json.dumps(flags))
+    checkpoint(run, "best.pt", average=False, total=None, epoch=1, step=5)
+    checkpoint(run, "step_00000010.pt", average=False, total=None, epoch=2, step=10)
     told: list[str] = []
     find_trained(str(run), checkpoint="best").create(told.append)
     find_trained(str(run), checkpoint="10").create(told.append)

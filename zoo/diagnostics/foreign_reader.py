@@ -5,7 +5,7 @@ Shapes: b batch, n tokens, h heads, i/j query/key positions, e head width.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from zoo.layers.scores import attention_weights, score_range, without_autocast
+
+Parts = Mapping[str, Tensor]  # what submodules put out, by name
 
 
 @dataclass(frozen=True)
@@ -93,3 +95,13 @@ def heads_of(module: Any) -> int:
 def split(x: Tensor, num_heads: int) -> Tensor:
     """(b n (h e)) -> (b h n e)"""
     return x.unflatten(-1, (num_heads, -1)).transpose(1, 2)
+
+
+def causal_mask(i: int, j: int, like: Tensor) -> Tensor:
+    """As torch's kernels have it: aligned at the first query and key."""
+    return torch.ones(i, j, dtype=torch.bool, device=like.device).tril()
+
+
+def mask_of_windows(mask: Tensor | None, count: int) -> Tensor | None:
+    """(w i j) -> ((b w) 1 i j), of `count` windows."""
+    return None if mask is None else mask.repeat(count // len(mask), 1, 1)[:, None]

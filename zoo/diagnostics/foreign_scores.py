@@ -10,16 +10,22 @@ Shapes: b batch, n tokens, d width, h heads, i/j query/key positions, e head wid
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from zoo.diagnostics.foreign_reader import Reader, Scores, heads_of, split
-
-Parts = Mapping[str, Tensor]
+from zoo.diagnostics import foreign_transformers
+from zoo.diagnostics.foreign_reader import (
+    Parts,
+    Reader,
+    Scores,
+    causal_mask,
+    mask_of_windows,
+    split,
+)
 
 
 def reader_of(module: nn.Module) -> Reader | None:
@@ -28,11 +34,6 @@ def reader_of(module: nn.Module) -> Reader | None:
         return None
     forward = type(module).forward
     return READERS.get(f"{forward.__module__}.{forward.__qualname__}".removesuffix(".forward"))
-
-
-def _causal(i: int, j: int, like: Tensor) -> Tensor:
-    """As torch's kernels have it: aligned at the first query and key."""
-    return torch.ones(i, j, dtype=torch.bool, device=like.device).tril()
 
 
 def _torch(
@@ -108,7 +109,7 @@ def _timm(
 ) -> Scores:
     """Attention of timm's ViTs, and of its pooling by a learned query."""
     q, k = parts["q_norm"], parts["k_norm"]
-    causal = _causal(q.shape[2], k.shape[2], q) if is_causal else None
+    causal = causal_mask(q.shape[2], k.shape[2], q) if is_causal else None
     return Scores(q, k, (attn_mask, causal), _timm_scale(m))
 
 
@@ -147,7 +148,7 @@ def _timm_beit(
 def _timm_swin(m: Any, parts: Parts, x: Tensor, mask: Tensor | None = None) -> Scores:
     """Attention within windows, which stand in for the batch: ((b w) h i j)."""
     q, k = _timm_queries_and_keys(m, parts, x)
-    masks = (m._get_rel_pos_bias(), _of_windows(mask, len(q)))
+    masks = (m._get_rel_pos_bias(), mask_of_windows(mask, len(q)))
     return Scores(q, k, masks, _timm_scale(m))
 
 
@@ -157,15 +158,10 @@ def _timm_swin_v2(m: Any, parts: Parts, x: Tensor, mask: Tensor | None = None) -
     table = parts["cpb_mlp"].view(-1, m.num_heads)
     positions = 16 * torch.sigmoid(table[m.relative_position_index].permute(2, 0, 1))  # h i j
     scale = m.logit_scale.clamp(max=LARGEST_SCALE).exp()
-    return Scores(q * scale, k, (positions, _of_windows(mask, len(q))), scale=1.0)
+    return Scores(q * scale, k, (positions, mask_of_windows(mask, len(q))), scale=1.0)
 
 
 LARGEST_SCALE = 4.605170185988092  # the logarithm of 100
-
-
-def _of_windows(mask: Tensor | None, count: int) -> Tensor | None:
-    """(w i j) -> ((b w) 1 i j)"""
-    return None if mask is None else mask.repeat(count // len(mask), 1, 1)[:, None]
 
 
 def _timm_queries_and_keys(m: Any, parts: Parts, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -181,33 +177,66 @@ def _timm_scale(m: Any) -> float | None:
     return None if m.fused_attn else m.scale
 
 
-def _transformers(
-    m: Any,
-    parts: Parts,
-    hidden_states: Tensor,
-    attention_mask: Tensor | None = None,
-    **kwargs: Any,
+def _torchvision_swin(m: Any, parts: Parts, x: Tensor) -> Scores:
+    """Attention of torchvision's Swin within windows, ((b w) h i j), cut out of (b y x d)."""
+    windows, groups = _windows(x, m.window_size, m.shift_size)
+    q, k, v = F.linear(windows, m.qkv.weight, m.qkv.bias).chunk(3, -1)
+    return _in_windows(m, q, k, v, groups)
+
+
+def _torchvision_swin_v2(m: Any, parts: Parts, x: Tensor) -> Scores:
+    """The same with cosines; keys have no bias."""
+    windows, groups = _windows(x, m.window_size, m.shift_size)
+    q, k, v = F.linear(windows, m.qkv.weight).chunk(3, -1)
+    if m.qkv.bias is not None:
+        of_q, _, of_v = m.qkv.bias.chunk(3)
+        q, v = q + of_q, v + of_v
+    q, k = (F.normalize(t.unflatten(-1, (m.num_heads, -1)), dim=-1).flatten(-2) for t in (q, k))
+    scale = m.logit_scale.clamp(max=LARGEST_SCALE).exp()
+    return _in_windows(m, q, k, v, groups, scale)
+
+
+def _in_windows(
+    m: Any, q: Tensor, k: Tensor, v: Tensor, groups: Tensor, factor: Tensor | None = None
 ) -> Scores:
-    """Attention between the projections of transformers' encoders."""
-    kernel = m.config._attn_implementation
-    if kernel not in ("eager", "sdpa"):
-        raise ValueError(
-            f"attention implementation {kernel!r} hides its masks; call "
-            "model.set_attn_implementation('sdpa') to capture its weights"
-        )
-    q, k = (split(parts[name], heads_of(m)) for name in ("q_proj", "k_proj"))
-    is_causal = kwargs.get("is_causal")
-    is_causal = m.is_causal if is_causal is None else is_causal
-    if is_causal and attention_mask is None and kernel == "sdpa":
-        attention_mask = _causal(q.shape[2], k.shape[2], q)
-    return Scores(q, k, (attention_mask,), m.scale if hasattr(m, "scale") else m.scaling)
+    """Of ((b w) n d); `groups` (w n) tells parts of an image that the shift put side by side."""
+    apart = groups[:, :, None] != groups[:, None]
+    mask = apart.to(q.dtype) * -100.0  # as it has it: not forbidden, but as good as
+    q, k, v = (split(t, m.num_heads) for t in (q, k, v))
+    masks = (m.get_relative_position_bias(), mask_of_windows(mask, len(q)))
+    if factor is None:
+        return Scores(q, k, masks, v=v)
+    return Scores(q * factor, k, masks, 1.0, v)
+
+
+def _windows(x: Tensor, size: list[int], shift: list[int]) -> tuple[Tensor, Tensor]:
+    """(b y x d), padded and rolled, as ((b w) n d); and of each token (w n) which part it is of.
+
+    A side of one window is not rolled.
+    """
+    rows, columns = size
+    x = F.pad(x, (0, 0, 0, -x.shape[2] % columns, 0, -x.shape[1] % rows))
+    sides = x.shape[1:3]
+    moves = [0 if step >= side else by for side, step, by in zip(sides, size, shift, strict=True)]
+    x = x.roll([-by for by in moves], (1, 2))
+    of_y, of_x = (
+        _parts_of(side, step, by, x.device)
+        for side, step, by in zip(sides, size, moves, strict=True)
+    )
+    groups = rearrange(3 * of_y[:, None] + of_x, "(r y) (c x) -> (r c) (y x)", y=rows, x=columns)
+    windows = rearrange(x, "b (r y) (c x) d -> (b r c) (y x) d", y=rows, x=columns)
+    return windows, groups
+
+
+def _parts_of(side: int, window: int, shift: int, device: torch.device) -> Tensor:
+    """Of each position of a side: 0 before the last window, 1 in it, 2 where it was rolled in."""
+    position = torch.arange(side, device=device)
+    return (position >= side - window).long() + (position >= side - shift)
 
 
 _NORMED = Reader(_timm, ("q_norm", "k_norm"), ("norm",))
 _POOLED = Reader(_timm, ("q_norm", "k_norm"), ("proj",))
 _ROTATED = Reader(_timm_rope, ("q_norm", "k_norm"), ("norm",))
-_PROJECTED = Reader(_transformers, ("q_proj", "k_proj"), ("out_proj", "o_proj"))
-
 READERS = {
     "torch.nn.modules.activation.MultiheadAttention": Reader(_torch),
     "open_clip.transformer.Attention": Reader(_open_clip, ("ln_q", "ln_k"), ("ln_inner",)),
@@ -220,18 +249,7 @@ READERS = {
     "timm.models.swin_transformer_v2.WindowAttention": Reader(
         _timm_swin_v2, ("qkv", "cpb_mlp"), ("proj",)
     ),
-} | {
-    f"transformers.models.{home}.modeling_{home}.{name}Attention": _PROJECTED
-    for home, name in {
-        "clip": "CLIP",
-        "deit": "DeiT",
-        "dinov2": "Dinov2",
-        "dinov2_with_registers": "Dinov2WithRegisters",
-        "ijepa": "IJepa",
-        "siglip": "Siglip",
-        "siglip2": "Siglip2",
-        "vit": "ViT",
-        "vit_mae": "ViTMAE",
-        "vit_msn": "ViTMSN",
-    }.items()
+    "torchvision.models.swin_transformer.ShiftedWindowAttention": Reader(_torchvision_swin),
+    "torchvision.models.swin_transformer.ShiftedWindowAttentionV2": Reader(_torchvision_swin_v2),
+    **foreign_transformers.READERS,
 }

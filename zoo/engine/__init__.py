@@ -13,7 +13,7 @@ from zoo.engine.mixing import Mixing
 from zoo.engine.optim import EMA, adamw, parameter_groups, warmup_cosine
 from zoo.engine.options import TrainOptions
 from zoo.engine.run import Run, start_run
-from zoo.engine.temperature import temperature_schedule
+from zoo.temperature import temperature_schedule
 
 __all__ = [
     "EMA",

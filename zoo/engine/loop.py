@@ -29,9 +29,9 @@ from zoo.engine.checkpoint import (
 )
 from zoo.engine.optim import EMA, adamw, set_lr, warmup_cosine
 from zoo.engine.run import Run, on_main
-from zoo.engine.temperature import ScheduleFn
 from zoo.engine.tracking import Progress, Tracking, write_json
 from zoo.rng import derive_seed
+from zoo.temperature import ScheduleFn
 
 StepFn = Callable[[nn.Module, Batch], torch.Tensor]
 PrepareFn = Callable[[Batch], Batch]
@@ -608,6 +608,7 @@ def _save(training: Training, *, best: bool = False) -> None:
             "scaler": scaler.state_dict() if scaler else None,
             "rng": states,
             "position": position,
+            "total": training.total,
             "metrics": dict(training.metrics),
             "num_samples": len(training.loader.source),
             "position_grids": _grids(training.model),

@@ -15,12 +15,13 @@ import torchvision
 import transformers
 from open_clip.transformer import CustomResidualAttentionBlock
 from timm.models.beit import Beit
+from timm.models.cait import Cait
 from timm.models.eva import Eva
 from timm.models.swin_transformer import SwinTransformer
 from timm.models.swin_transformer_v2 import SwinTransformerV2
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
-from torchvision.models.swin_transformer import SwinTransformer as TorchvisionSwin
+from torchvision.models import swin_transformer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import vision
@@ -291,6 +292,44 @@ def test_torchvision() -> None:
     same(records, needed(model, lambda m: m(IMAGES.double())))
 
 
+def softmaxes(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """What every softmax from now on puts out."""
+    seen: list[Tensor] = []
+    softmax = nn.functional.softmax
+
+    def kept(*args: Any, **kwargs: Any) -> Tensor:
+        seen.append(softmax(*args, **kwargs).detach())
+        return seen[-1]
+
+    monkeypatch.setattr(nn.functional, "softmax", kept)
+    return seen
+
+
+def torchvision_swin(block: Any) -> nn.Module:
+    """8x8 patches, of the last stage 4x4 in windows of 4x3: padded, shifted in one axis only."""
+    return swin_transformer.SwinTransformer(
+        [4, 4], 16, [2, 2], [2, 4], [4, 3], stochastic_depth_prob=0.0, block=block,
+        downsample_layer=swin_transformer.PatchMerging
+        if block is swin_transformer.SwinTransformerBlock
+        else swin_transformer.PatchMergingV2,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [(32, 32), (28, 40)])
+@pytest.mark.parametrize("version", ["", "V2"])
+def test_swin_of_torchvision(
+    version: str, size: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = shuffled(torchvision_swin(getattr(swin_transformer, f"SwinTransformerBlock{version}")))
+    images = torch.randn(2, 3, *size)
+    with capture_attention(model) as records:
+        model(images)
+    seen = softmaxes(monkeypatch)
+    double(model)(images.double())
+    assert list(records) == [f"features.{stage}.{k}.attn" for stage in (1, 3) for k in (0, 1)]
+    same(records, {name: [maps] for name, maps in zip(records, seen, strict=True)})
+
+
 @pytest.mark.slow
 def test_the_real_vit_b_16() -> None:
     torch.manual_seed(0)
@@ -383,7 +422,22 @@ TRANSFORMERS = {
     "CLIPText": WORDS,
     "SiglipVision": IMAGE | {"vision_use_head": False},
     "SiglipText": WORDS,
+    "Beit": IMAGE | {"use_relative_position_bias": True},
+    "DINOv3ViT": IMAGE | {"num_register_tokens": 2},
+    "Yolos": IMAGE | {"image_size": [32, 32], "num_detection_tokens": 3},
+    "DPT": IMAGE | {"backbone_out_indices": [0, 0, 1, 1]},
+    "CLIPSegVision": IMAGE,
+    "MetaClip2Text": WORDS,
+    "XCLIPText": WORDS,
+    "ChineseCLIPVision": IMAGE,
+    "ChineseCLIPText": WORDS,
+    "Bert": WORDS,
+    "Roberta": WORDS | {"max_position_embeddings": 9},
+    "XLMRoberta": WORDS | {"max_position_embeddings": 9},
+    "Camembert": WORDS | {"max_position_embeddings": 9},
+    "Electra": WORDS | {"embedding_size": 32},
 }
+READ = ("CLIPText", "SiglipText", "ChineseCLIPText", "Bert", "Roberta", "Electra")
 
 
 def transformer(name: str, **options: Any) -> Any:
@@ -404,7 +458,8 @@ def eager(model: Any, inputs: dict[str, Tensor]) -> list[Tensor]:
 def test_transformers(name: str, implementation: str) -> None:
     model = transformer(name)
     model.set_attn_implementation(implementation)
-    inputs = {"input_ids": words()} if name.endswith("Text") else {"pixel_values": IMAGES}
+    text = "vocab_size" in TRANSFORMERS[name]
+    inputs = {"input_ids": words()} if text else {"pixel_values": IMAGES}
     with capture_attention(model) as records:
         model(**inputs)
     expected = eager(model, inputs)
@@ -413,7 +468,7 @@ def test_transformers(name: str, implementation: str) -> None:
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("name", ["CLIPText", "SiglipText"])
+@pytest.mark.parametrize("name", READ)
 def test_transformers_padding(name: str, implementation: str) -> None:
     model = transformer(name)
     model.set_attn_implementation(implementation)
@@ -424,6 +479,48 @@ def test_transformers_padding(name: str, implementation: str) -> None:
     same(records, {n: [w] for n, w in zip(records, eager(model, inputs), strict=True)})
     for (maps,) in records.values():
         assert (maps[1, :, :, 3:] == 0).all()
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_swin_of_transformers(implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4}
+    config = transformers.SwinConfig(image_size=32, patch_size=2, **options)
+    model = shuffled(transformers.SwinModel(config))
+    model.set_attn_implementation(implementation)
+    with capture_attention(model) as records:
+        model(IMAGES)
+    reference = double(model)
+    reference.set_attn_implementation("eager")
+    seen = softmaxes(monkeypatch)
+    reference(IMAGES.double())
+    assert len(records) == 4
+    same(records, {name: [maps] for name, maps in zip(records, seen, strict=True)})
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_a_decoder_that_looks_at_what_an_encoder_put_out(implementation: str) -> None:
+    model = transformer("Bert", is_decoder=True, add_cross_attention=True, use_cache=False)
+    model.set_attn_implementation(implementation)
+    inputs = {"input_ids": words(), "encoder_hidden_states": torch.randn(2, 5, 32)}
+    inputs["encoder_attention_mask"] = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
+    with capture_attention(model, "*.crossattention.*") as records:
+        model(**inputs)
+    reference = double(model)
+    reference.set_attn_implementation("eager")
+    inputs["encoder_hidden_states"] = inputs["encoder_hidden_states"].double()
+    expected = reference(**inputs, output_attentions=True).cross_attentions
+    same(records, {name: [maps] for name, maps in zip(records, expected, strict=True)})
+    with capture_attention(model, "*.attention.*") as records:
+        model(**inputs | {"encoder_hidden_states": inputs["encoder_hidden_states"].float()})
+    expected = reference(**inputs, output_attentions=True).attentions
+    same(records, {name: [maps] for name, maps in zip(records, expected, strict=True)})
+
+
+def test_a_cache_that_hides_keys_is_told() -> None:
+    model = transformer("Bert", is_decoder=True)
+    with pytest.raises(ValueError, match="with use_cache=False"), capture_attention(model):
+        model(input_ids=words(), use_cache=True)
+    assert not hooks(model)
 
 
 def test_transformers_kernels_that_hide_their_masks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -707,14 +804,14 @@ def test_ours_and_theirs_in_one_model() -> None:
 
 
 def test_what_is_not_known_is_named() -> None:
-    swin = TorchvisionSwin([4, 4], 16, [1, 2], [2, 2], [2, 2])
+    cait = Cait(img_size=32, patch_size=8, embed_dim=16, depth=3, num_heads=2)
     with (
         pytest.raises(
             ValueError,
-            match=r"the model has none; weights of these are not known: torchvision\..*"
-            r"ShiftedWindowAttention \(features\.1\.0\.attn and 2 more\)",
+            match=r"the model has none; weights of these are not known: timm\..*"
+            r"TalkingHeadAttn \(blocks\.0\.attn and 2 more\)",
         ),
-        capture_attention(swin),
+        capture_attention(cait),
     ):
         pass
 

@@ -61,6 +61,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "transformers vit": lambda: hugging("ViT", image_size=32, patch_size=8),
     "transformers clip": lambda: hugging("CLIPVision", image_size=32, patch_size=8),
     "transformers text": lambda: hugging("CLIPText", vocab_size=20, max_position_embeddings=7),
+    "transformers bert text": lambda: hugging("Bert", vocab_size=20, max_position_embeddings=7),
     "torch": lambda: encoder(batch_first=True),
     "torch, tokens first": lambda: encoder(batch_first=False),
 }
@@ -69,7 +70,7 @@ MODELS: dict[str, Callable[[], Any]] = {
 def inputs(name: str) -> tuple[Tensor, ...]:
     if name == "open_clip":
         return IMAGES, WORDS
-    if name == "transformers text":
+    if name.endswith(" text"):
         return (WORDS,)
     if name.startswith("torch") and name != "torchvision":
         return (torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(3)),)
@@ -122,8 +123,8 @@ def projected(attn: Any, heads: Tensor) -> Tensor:
     """What the module makes of what its heads put out, in float64."""
     merged = heads.double().transpose(1, 2).flatten(2)
     merged = attn.norm(merged) if isinstance(getattr(attn, "norm", None), nn.Module) else merged
-    names = (getattr(attn, name, None) for name in ("proj", "out_proj", "o_proj"))
-    return next(part for part in names if part is not None)(merged)
+    parts = (getattr(attn, name, None) for name in ("proj", "out_proj", "o_proj"))
+    return next((part for part in parts if part is not None), nn.Identity())(merged)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -136,6 +137,29 @@ def test_outputs_are_what_the_library_projects(name: str) -> None:
         assert heads.dtype == torch.float32
         made = projected(reference.get_submodule(layer), heads)
         torch.testing.assert_close(made, expected[layer], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("version", ["", "V2"])
+def test_outputs_of_torchvisions_swin(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its output projection is no module that runs."""
+    name = f"ShiftedWindowAttention{version}"
+    attn: Any = getattr(torchvision.models.swin_transformer, name)(32, [4, 3], [2, 1], 4).eval()
+    with torch.no_grad():
+        for parameter in attn.parameters():
+            parameter.normal_(0, 0.3)
+    x = torch.randn(2, 7, 8, 32)
+    shown = everything(attn, x)["outputs"][name]
+    reference, seen, linear = copy.deepcopy(attn).double(), [], nn.functional.linear
+
+    def kept(given: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if weight is reference.proj.weight:
+            seen.append(given.detach())
+        return linear(given, weight, bias)
+
+    monkeypatch.setattr(nn.functional, "linear", kept)
+    reference(x.double())
+    merged = shown.double().transpose(1, 2).flatten(2)
+    torch.testing.assert_close(merged, seen[0], rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -1,4 +1,7 @@
-"""The temperature of attention over a run: high early (smooth weights), low later (sharp ones)."""
+"""The temperature of attention over a run: high early (smooth weights), low later (sharp ones).
+
+Weights do not tell it, so a checkpoint from the middle of a run has it by where it is.
+"""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from zoo.engine import temperature_schedule
 from zoo.layers import SelfAttention, set_temperature
+from zoo.temperature import temperature_schedule
 
 
 def test_numbers_and_learned_need_no_schedule():
