@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import zlib
 
 import pytest
 
@@ -11,9 +12,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup() -> None:
-    """A test's random numbers do not depend on the tests before it."""
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """A test's random numbers depend on its name, and not on the tests before it."""
     import torch
 
-    random.seed(0)
-    torch.manual_seed(0)
+    seed = zlib.crc32(item.nodeid.encode())
+    random.seed(seed)
+    torch.manual_seed(seed)

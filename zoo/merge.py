@@ -45,7 +45,7 @@ class Merge:
         self.model, self.source = model, source
         self.adapt, self.antialias = frozenset(adapt), antialias
         self.state: dict[str, Tensor] = dict(model.state_dict(keep_vars=True))
-        self.modules = dict(model.named_modules())  # once, for it takes as long as all the rest
+        self.modules = dict(model.named_modules())  # walked once, which takes its time
         self.tensors = source.tensors
         self.grids, self.lengths = position_grids(model), position_lengths(self.modules)
         self.values: dict[str, Tensor] = {}
