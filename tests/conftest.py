@@ -13,7 +13,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """A test's random numbers depend on its name, and not on the tests before it."""
+    """A test's random numbers depend on its name; those of a fixture that a file shares, on which
+    test uses it first."""
     import torch
 
     seed = zlib.crc32(item.nodeid.encode())

@@ -5,9 +5,10 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Iterator
+from itertools import chain
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from zoo.card import ModelCard, Preprocessing
 from zoo.merge import Merge, describe
@@ -20,7 +21,8 @@ _OUTSIDE = {"num_classes", "in_chans", "img_size", "class_names", "insertions"}
 
 def refuse_meta(merge: Merge) -> None:
     """Refuses a model without storage, into which copying would do nothing."""
-    if any(value.is_meta for value in merge.state.values()):
+    buffers = (b for module in merge.modules.values() for b in module.buffers(recurse=False))
+    if any(value.is_meta for value in chain(merge.state.values(), buffers)):
         raise WeightsError(
             f"{describe(merge.model)} has tensors on the meta device, which hold no values: build "
             f"it outside of torch.device('meta'), or call model.to_empty(device='cpu') before "
@@ -171,13 +173,9 @@ def notes_of(model: nn.Module, given: Source, source: Source, merge: Merge) -> I
     yield from (f"left out: {what}" for what in extra.get("left_out", ()))
     yield from extra.get("notes", ())
     yield from _casts(merge)
-    frozen = [key for key in merge.values if _is_frozen(merge.state[key])]
+    frozen = [k for k, p in model.named_parameters() if not p.requires_grad and k in merge.values]
     if frozen:
         yield f"{len(frozen)} parameters took the source's values and stay frozen: {listed(frozen)}"
-
-
-def _is_frozen(value: Tensor) -> bool:
-    return isinstance(value, nn.Parameter) and not value.requires_grad
 
 
 def _casts(merge: Merge) -> Iterator[str]:

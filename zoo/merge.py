@@ -27,7 +27,6 @@ class Merge:
         antialias: Whether positions are resampled with it.
 
     Attributes:
-        state: The model's own tensors, parameters as such.
         values: Key of the model -> the tensor to copy there.
         misfits: Keys that both have and that cannot be taken, and why.
         of_another_kind: Those of `misfits` whose numbers are of another kind, and which.
@@ -44,7 +43,7 @@ class Merge:
     ) -> None:
         self.model, self.source = model, source
         self.adapt, self.antialias = frozenset(adapt), antialias
-        self.state: dict[str, Tensor] = dict(model.state_dict(keep_vars=True))
+        self.state = dict(model.state_dict())
         self.modules = dict(model.named_modules())  # walked once, which takes its time
         self.tensors = source.tensors
         self.grids, self.lengths = position_grids(model), position_lengths(self.modules)

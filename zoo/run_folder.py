@@ -193,10 +193,12 @@ def _set_temperature(model: nn.Module, state: dict[str, Any], flags: dict[str, A
     """Gives attention the temperature of that moment; a warning where that is not known."""
     course, position = str(flags.get("temperature", 1)), state["position"]
     follow = temperature_schedule(course)[1]
-    if follow is None or position["epoch"] == flags.get("epochs"):
+    if follow is None:
         return ""
     if "total" in state:
-        follow(model, (position["step"] - 1) / max(1, state["total"] - 1))
+        follow(model, max(0, position["step"] - 1) / max(1, state["total"] - 1))
+        return ""
+    if position["epoch"] == flags.get("epochs"):
         return ""
     return (
         f"\nwarning: the run had --temperature {course}; these weights were measured at that of "

@@ -159,6 +159,14 @@ def test_a_model_without_storage_is_refused(tmp_path: Path) -> None:
         zoo.load_pretrained(make().to("meta"), source)
 
 
+def test_a_buffer_without_storage_that_is_not_saved_is_refused(tmp_path: Path) -> None:
+    model = randomized()
+    source = saved(model.state_dict(), tmp_path)
+    model.register_buffer("table", torch.zeros(2, device="meta"), persistent=False)
+    with pytest.raises(WeightsError, match="meta device"):
+        zoo.load_pretrained(model, source)
+
+
 def test_frozen_parts_take_values_and_stay_frozen(tmp_path: Path) -> None:
     model, other = randomized(), make()
     other.blocks[0].requires_grad_(False)

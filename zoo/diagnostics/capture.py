@@ -63,7 +63,8 @@ def capture_attention(
       see, after scale and bias; inf and -inf where there is none. Kinds that take no softmax of
       scores, such as performer, show none.
     - `outputs` (b h i e): what each head puts out before the output projection. As the pass had it,
-      with dropout, except of nn.MultiheadAttention, where it is computed without.
+      with dropout, except where no module takes it (nn.MultiheadAttention, torchvision's Swin,
+      BERT): there it is computed without.
 
     To see several of one pass, nest the contexts.
 

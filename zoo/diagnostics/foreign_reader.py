@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zoo.layers.scores import attention_weights, score_range, without_autocast
+from zoo.layers.scores import as_autocast, attention_weights, score_range, without_autocast
 
 Parts = Mapping[str, Tensor]  # what submodules put out, by name
 
@@ -63,7 +63,14 @@ class Scores:
             if mask.dtype != torch.bool:
                 added = mask.masked_fill(~may, 0)
                 bias = added if bias is None else bias + added
+        if bias is not None:
+            bias = self._within_reach(bias)
         return measure(self.q, self.k, allowed, bias=bias, scale=self.scale)
+
+    def _within_reach(self, bias: Tensor) -> Tensor:
+        """Masks by the least number of their type keep it finite in the type of the pass."""
+        least = torch.finfo(as_autocast(self.q, self.k)[0].dtype).min
+        return bias.clamp(min=least) if least > torch.finfo(bias.dtype).min else bias
 
 
 @dataclass(frozen=True)

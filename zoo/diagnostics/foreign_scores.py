@@ -180,33 +180,32 @@ def _timm_scale(m: Any) -> float | None:
 def _torchvision_swin(m: Any, parts: Parts, x: Tensor) -> Scores:
     """Attention of torchvision's Swin within windows, ((b w) h i j), cut out of (b y x d)."""
     windows, groups = _windows(x, m.window_size, m.shift_size)
-    q, k, v = F.linear(windows, m.qkv.weight, m.qkv.bias).chunk(3, -1)
-    return _in_windows(m, q, k, v, groups)
+    qkv = F.linear(windows, m.qkv.weight, m.qkv.bias)
+    q, k, v = (split(t, m.num_heads) for t in qkv.chunk(3, -1))
+    return Scores(q, k, (m.get_relative_position_bias(), _seams(groups, q)), v=v)
 
 
 def _torchvision_swin_v2(m: Any, parts: Parts, x: Tensor) -> Scores:
-    """The same with cosines; keys have no bias."""
+    """The same with cosines, and positions by a small network; keys have no bias."""
     windows, groups = _windows(x, m.window_size, m.shift_size)
-    q, k, v = F.linear(windows, m.qkv.weight).chunk(3, -1)
-    if m.qkv.bias is not None:
-        of_q, _, of_v = m.qkv.bias.chunk(3)
-        q, v = q + of_q, v + of_v
-    q, k = (F.normalize(t.unflatten(-1, (m.num_heads, -1)), dim=-1).flatten(-2) for t in (q, k))
+    bias = m.qkv.bias
+    if bias is not None:
+        of_q, of_k, of_v = bias.chunk(3)
+        bias = torch.cat([of_q, torch.zeros_like(of_k), of_v])
+    qkv = F.linear(windows, m.qkv.weight, bias)
+    q, k, v = (split(t, m.num_heads) for t in qkv.chunk(3, -1))
+    q, k = (F.normalize(t, dim=-1) for t in (q, k))
+    table = parts["cpb_mlp"].view(-1, m.num_heads)[m.relative_position_index]
+    positions = 16 * torch.sigmoid(rearrange(table, "(i j) h -> h i j", i=windows.shape[1]))
     scale = m.logit_scale.clamp(max=LARGEST_SCALE).exp()
-    return _in_windows(m, q, k, v, groups, scale)
+    return Scores(q * scale, k, (positions, _seams(groups, q)), 1.0, v)
 
 
-def _in_windows(
-    m: Any, q: Tensor, k: Tensor, v: Tensor, groups: Tensor, factor: Tensor | None = None
-) -> Scores:
-    """Of ((b w) n d); `groups` (w n) tells parts of an image that the shift put side by side."""
+def _seams(groups: Tensor, like: Tensor) -> Tensor | None:
+    """Of (w n): between parts of an image that the shift put side by side, not forbidden but as
+    good as."""
     apart = groups[:, :, None] != groups[:, None]
-    mask = apart.to(q.dtype) * -100.0  # as it has it: not forbidden, but as good as
-    q, k, v = (split(t, m.num_heads) for t in (q, k, v))
-    masks = (m.get_relative_position_bias(), mask_of_windows(mask, len(q)))
-    if factor is None:
-        return Scores(q, k, masks, v=v)
-    return Scores(q * factor, k, masks, 1.0, v)
+    return mask_of_windows(apart.to(like.dtype) * -100.0, len(like))
 
 
 def _windows(x: Tensor, size: list[int], shift: list[int]) -> tuple[Tensor, Tensor]:
@@ -250,6 +249,8 @@ READERS = {
         _timm_swin_v2, ("qkv", "cpb_mlp"), ("proj",)
     ),
     "torchvision.models.swin_transformer.ShiftedWindowAttention": Reader(_torchvision_swin),
-    "torchvision.models.swin_transformer.ShiftedWindowAttentionV2": Reader(_torchvision_swin_v2),
+    "torchvision.models.swin_transformer.ShiftedWindowAttentionV2": Reader(
+        _torchvision_swin_v2, ("cpb_mlp",)
+    ),
     **foreign_transformers.READERS,
 }

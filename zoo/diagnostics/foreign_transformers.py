@@ -33,7 +33,7 @@ def _encoder(
 ) -> Scores:
     """Attention of a query, key and value projection, under either of their names."""
     kernel = m.config._attn_implementation
-    if kernel not in ("eager", "sdpa"):
+    if kernel not in (None, "eager", "sdpa"):  # None is eager, in a module without its model
         raise ValueError(
             f"attention implementation {kernel!r} hides its masks; call "
             "model.set_attn_implementation('sdpa') to capture its weights"

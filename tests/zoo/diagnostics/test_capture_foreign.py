@@ -23,6 +23,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from torchvision.models import swin_transformer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.models.vit.modeling_vit import ViTAttention
 
 import vision
 import zoo
@@ -479,6 +480,29 @@ def test_transformers_padding(name: str, implementation: str) -> None:
     same(records, {n: [w] for n, w in zip(records, eager(model, inputs), strict=True)})
     for (maps,) in records.values():
         assert (maps[1, :, :, 3:] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rows_that_are_masked_by_the_least_number_under_autocast(dtype: torch.dtype) -> None:
+    """It is -inf in a shorter type; the library adds it in its own, and a row of nothing else is
+    even then. In float16 it is as its scores are, which are not lost beside so small a number."""
+    model = transformer("Bert")
+    model.set_attn_implementation("eager")
+    mask = torch.tensor([[1] * 7, [0] * 7])
+    with torch.autocast("cpu", dtype), capture_attention(model) as records:
+        out = model(input_ids=words(), attention_mask=mask, output_attentions=True)
+    for (got,), want in zip(records.values(), out.attentions, strict=True):
+        compared = slice(None) if dtype == torch.bfloat16 else slice(1)
+        torch.testing.assert_close(got[compared], want[compared].float(), atol=0.02, rtol=0)
+        torch.testing.assert_close(got.sum(-1), torch.ones(2, 4, 7))
+
+
+def test_attention_of_transformers_without_its_model() -> None:
+    attn = shuffled(ViTAttention(transformers.ViTConfig(hidden_size=32, num_attention_heads=4)))
+    x = torch.randn(2, 5, 32)
+    with capture_attention(attn) as records:
+        attn(x)
+    same(records, {"ViTAttention": [double(attn)(x.double())[1].detach()]})
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
