@@ -202,8 +202,7 @@ def _torchvision_swin_v2(m: Any, parts: Parts, x: Tensor) -> Scores:
 
 
 def _seams(groups: Tensor, like: Tensor) -> Tensor | None:
-    """Of (w n): between parts of an image that the shift put side by side, not forbidden but as
-    good as."""
+    """(w n) -> ((b w) 1 n n): parts that the shift put side by side hardly see each other."""
     apart = groups[:, :, None] != groups[:, None]
     return mask_of_windows(apart.to(like.dtype) * -100.0, len(like))
 
@@ -236,6 +235,7 @@ def _parts_of(side: int, window: int, shift: int, device: torch.device) -> Tenso
 _NORMED = Reader(_timm, ("q_norm", "k_norm"), ("norm",))
 _POOLED = Reader(_timm, ("q_norm", "k_norm"), ("proj",))
 _ROTATED = Reader(_timm_rope, ("q_norm", "k_norm"), ("norm",))
+
 READERS = {
     "torch.nn.modules.activation.MultiheadAttention": Reader(_torch),
     "open_clip.transformer.Attention": Reader(_open_clip, ("ln_q", "ln_k"), ("ln_inner",)),

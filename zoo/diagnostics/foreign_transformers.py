@@ -88,7 +88,11 @@ def _bert(
     **kwargs: Any,
 ) -> Scores:
     """BERT's and its kin's, which can be made a decoder with a cache."""
-    _refuse_cache(cache, past_key_values)
+    if cache is not None or past_key_values is not None:
+        raise ValueError(
+            "keys of earlier tokens may lie in a cache, where they cannot be seen; call the model "
+            "with use_cache=False to capture its weights"
+        )
     return _encoder(m, parts, hidden_states, attention_mask, **kwargs)
 
 
@@ -104,14 +108,6 @@ def _bert_cross(
 ) -> Scores:
     """The same from a decoder to what an encoder put out."""
     return _bert(m, parts, hidden_states, attention_mask, cache, past_key_values, **kwargs)
-
-
-def _refuse_cache(*caches: Any) -> None:
-    if any(cache is not None for cache in caches):
-        raise ValueError(
-            "keys of earlier tokens may lie in a cache, where they cannot be seen; call the model "
-            "with use_cache=False to capture its weights"
-        )
 
 
 def _named(reader: Reader, **classes: str) -> dict[str, Reader]:

@@ -253,16 +253,17 @@ def test_looks_hold_no_memory(digits, tmp_path):
 
     def tensors():
         gc.collect()
-        return sum(issubclass(type(found), torch.Tensor) for found in gc.get_objects())
+        return [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]
 
     def look(steps):
         for step in steps:
             watch(model, step)
             watch.report.told.clear()
-        return tensors()
+        return len(tensors())
 
-    few = look(range(1, 3))
-    assert look(range(3, 12)) <= few  # fewer where an earlier test's tensors were let go
+    look(range(1, 3))
+    held = tensors()  # so that none of an earlier test is let go between the two counts
+    assert look(range(3, 12)) == look(range(1, 3)) >= len(held)
 
 
 # --- files, resuming, processes ----------------------------------------------------------------

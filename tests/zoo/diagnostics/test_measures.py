@@ -283,8 +283,8 @@ def test_float64_is_kept_and_half_precision_is_measured_in_fp32(measure, types):
     weights = random_weights(1, 2, 4, 4)
     assert measure(weights).dtype == measure(weights.bfloat16()).dtype == types[0]
     assert measure(weights.double()).dtype == types[1]
-    near = 0.05 if types[0].is_floating_point else 1  # of a count, one may be at its threshold
-    torch.testing.assert_close(measure(weights.bfloat16()), measure(weights), atol=near, rtol=0.05)
+    half = weights.bfloat16()
+    torch.testing.assert_close(measure(half), measure(half.float()), atol=0, rtol=0)
 
 
 @pytest.mark.parametrize("measure", [*BY_QUERY, lambda w: attention_distance(w, (1, 2))])
